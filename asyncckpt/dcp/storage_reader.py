@@ -21,7 +21,7 @@ from asyncckpt.basics.paths import checkpoint_path, is_checkpoint_path
 from asyncckpt.basics.storage_options import StorageOptions
 from asyncckpt.config import RankInfo, check_keywords
 from asyncckpt.dcp.saved_metadata import CheckpointMetadata
-from asyncckpt.dcp.write_plan import check_target
+from asyncckpt.dcp.write_plan import check_object_target, check_target
 from asyncckpt.distributed.process_group import find_rank_info, machine
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, RanksDisagreeError, ShapeMismatchError
@@ -393,7 +393,11 @@ class StorageReader(TorchStorageReader):
             check_same_save(plan, self._found)
         tensors = []
         for item in plan.items:
-            if item.type is not LoadItemType.BYTE_IO and isinstance(planner, DefaultLoadPlanner):
+            if not isinstance(planner, DefaultLoadPlanner):
+                break
+            if item.type is LoadItemType.BYTE_IO:
+                check_object_target(self.path, item, planner.state_dict.get(item.dest_index.fqn))
+            else:
                 check_target(self.path, item, planner.lookup_tensor(item.dest_index))
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:

@@ -466,7 +466,10 @@ def _parts_of(value: Any) -> list[torch.Tensor]:
 
 def _wrapper(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:
     kind = type(tensor).__name__
-    text = f"state dict leaf {fqn!r} of type {kind} cannot be stored: it is {_STANDS_FOR}; save a plain tensor instead"
+    advice = "save a plain tensor instead"
+    if hasattr(tensor, "__tensor_flatten__"):
+        advice = "save it with AsyncCheckpointer, which stores its components, or save a plain tensor instead"
+    text = f"state dict leaf {fqn!r} of type {kind} cannot be stored: it is {_STANDS_FOR}; {advice}"
     return UnsupportedLeafError(text, leaf=fqn, type_name=kind)
 
 
@@ -481,8 +484,21 @@ def check_target(path: str, item: ReadItem, target: torch.Tensor) -> None:
     """
     if is_wrapper(target):
         fqn, kind = item.dest_index.fqn, type(target).__name__
-        text = f"{path}: target {fqn!r} of type {kind} cannot be filled: it is {_STANDS_FOR}"
+        advice = "; asyncckpt.load fills it" if hasattr(target, "__tensor_flatten__") else ""
+        text = f"{path}: target {fqn!r} of type {kind} cannot be filled: it is {_STANDS_FOR}{advice}"
         raise UnsupportedLeafError(text, leaf=fqn, type_name=kind)
+
+
+def check_object_target(path: str, item: ReadItem, target: Any) -> None:
+    """Check that a target for which the checkpoint has no tensor is no tensor subclass with components.
+
+    Such a subclass is saved as a dict of its components. A planner would put that dict in its place, or nothing.
+
+    Raises:
+        UnsupportedLeafError: It is one.
+    """
+    if isinstance(target, torch.Tensor) and not is_torch_shard_type(type(target)):
+        check_target(path, item, target)
 
 
 def bytes_of(tensor: Any, spec: BoxSpec) -> torch.Tensor:

@@ -21,15 +21,12 @@ import os
 import select
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from asyncckpt.basics.paths import current_umask
-from asyncckpt.client.launcher import python_command, worker_environment
 from asyncckpt.errors import CheckpointExistsError
 from asyncckpt.integrations._export_queue import (
     POLL_S,
@@ -43,6 +40,7 @@ from asyncckpt.integrations._export_queue import (
 from asyncckpt.integrations._file_manifest import files_in
 from asyncckpt.interop.copy_pipeline import Run, Target, write_files
 from asyncckpt.interop.publish import TemporaryPath, publish, temporary_path
+from asyncckpt.interop.side_process import SideProcess
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
 from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory
 from asyncckpt.storage.read_plan import ShardRequest, Wanted
@@ -259,21 +257,15 @@ def _errno_of(error: BaseException | None) -> int | None:
     return error.errno if isinstance(error, OSError) else None
 
 
-_unwaited: list[subprocess.Popen[bytes]] = []
-"""Exporters that `close` did not wait for; later calls reap them."""
-
-
 class ExporterProcess:
     """Starts the exporter in the trainer, for the first job and again after it was killed, and sends it jobs."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Any = None
+        self._process = SideProcess(__name__)
 
     def is_alive(self, pid: int | None) -> bool:
         """Return whether the exporter with this process ID is running."""
-        _unwaited[:] = [process for process in _unwaited if process.poll() is None]
-        return self._process is not None and self._process.pid == pid and self._process.poll() is None
+        return self._process.is_running and self._process.pid == pid
 
     def submit(self, job: ExportJob, fd: int | None, *, timeout_s: float) -> int | None:
         """Send a job and its lock to the exporter; return the exporter's process ID, or None if `fd` is None.
@@ -288,38 +280,16 @@ class ExporterProcess:
         """
         if fd is None:
             return None
+        path = os.fsencode(job.path)
         with open(fd, "rb"):
-            if self._process is None or self._process.poll() is not None or not self._give(job, fd):
-                self.close()
-                self._channel, theirs = socket.socketpair()
-                arguments = (str(timeout_s), str(current_umask()), str(os.getpid()))
-                with theirs:
-                    self._process = subprocess.Popen(
-                        [*python_command(__name__), *arguments],
-                        stdin=theirs.fileno(),
-                        stdout=subprocess.DEVNULL,
-                        cwd="/",
-                        env=worker_environment(),
-                        start_new_session=True,
-                    )
-                self._give(job, fd)
+            if not self._process.send(path, fd):
+                self._process.start(str(timeout_s), str(current_umask()), str(os.getpid()))
+                self._process.send(path, fd)
         return self._process.pid
-
-    def _give(self, job: ExportJob, fd: int) -> bool:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            return bool(socket.send_fds(self._channel, [os.fsencode(job.path)], [fd]))
-        return False
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Close the socket, and wait up to `timeout_s` until the exporter has done its jobs. Idempotent."""
-        process, self._process = self._process, None
-        if self._channel is not None:
-            self._channel.close()
-        if process is not None:
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                _unwaited.append(process)
+        self._process.close(timeout_s)
 
 
 def _incoming_jobs(parent: int) -> Iterator[tuple[str, int]]:

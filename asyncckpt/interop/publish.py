@@ -43,6 +43,7 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.interop.checkpoint_files import belongs, copy_file, is_carried_over, may_belong, model_files
 from asyncckpt.interop.sources.detect import NATIVE, kind_at
+from asyncckpt.interop.sources.rank_files import RANK_FILES
 from asyncckpt.interop.sources.torch_file import is_torch_file
 from asyncckpt.maintenance.gc import CONVERSION, TemporaryKind
 from asyncckpt.storage.checkpoint_dir import is_pinned, manifest_or_error
@@ -433,6 +434,8 @@ def _check_replaceable(path: str, to: str, files: Files) -> None:
         kind = kind_at(path, files)
     except (CheckpointNotFoundError, CheckpointNotCommittedError, UnsupportedFormatError):
         raise _no_checkpoint(path) from None
+    if kind == RANK_FILES:
+        raise _no_checkpoint(path)
     if stat.S_ISDIR(mode):
         _check_directory(path, kind, to, files)
     elif kind == "hf" or (kind == "torch" and not is_torch_file(path, files)):  # an index alone is no checkpoint

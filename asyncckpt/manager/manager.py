@@ -32,6 +32,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import SaveId, is_quarantined
 from asyncckpt.maintenance.policy import RetentionPolicy, extended_ancestry, manager_metadata
 from asyncckpt.maintenance.retention import Score
+from asyncckpt.manager.exports import END_S, ManagerExports
 from asyncckpt.manager.last_state import LastState
 from asyncckpt.manager.master_params import MasterParams
 from asyncckpt.manager.preemption import Preemption, is_from_killed_dataloader_workers
@@ -141,6 +142,13 @@ class CheckpointManager:
         mirror_max_to_keep: As `max_to_keep`, for the mirror; `keep_period` and `best_fn` count there too. None: all.
         max_unmirrored: How many checkpoints beyond `max_to_keep` stay in `root` until they are in the mirror; the
             oldest goes first, which is logged. None: all, as long as there is room for two more checkpoints.
+        export_every: Export checkpoints to Hugging Face directories behind the training: the first one at, or after,
+            each multiple of so many steps. Rank 0 starts a process for it, which does one export at a time; of several
+            that wait, the newest is exported. None: none.
+        export_to: Directory of the exports, which have the names of the checkpoints; None: `hf` in the root.
+        export_options: `config`, `generation_config`, `tokenizer`, `key`, `key_map` (a dict), `rules`, `dtype`,
+            `max_shard_bytes`, `threads` and `read_back` of `export_hf`. Without `config`, it is taken from the one
+            model with a config in the state that is saved; `key` from the one model there.
         quarantine: `restore` renames broken checkpoints, as `restore_latest` does.
         shared: True: other managers may save to the root at the same time, and each removes what others have saved.
             False: a second manager is refused; rank 0 locks the directory (`.asyncckpt.lock`) from its first save until
@@ -178,6 +186,9 @@ class CheckpointManager:
         mirror: str | os.PathLike[str] | None = None,
         mirror_max_to_keep: int | None = None,
         max_unmirrored: int | None = None,
+        export_every: int | None = None,
+        export_to: str | os.PathLike[str] | None = None,
+        export_options: Mapping[str, Any] | None = None,
         quarantine: bool = False,
         shared: bool = False,
         **fields: Any,
@@ -197,6 +208,10 @@ class CheckpointManager:
             raise ConfigError("mirror_max_to_keep and max_unmirrored are about a mirror: give mirror=", field="mirror")
         self._mirror = None if mirror is None else mirror_root(mirror, self.root)
         self._mirror_names = None if self._mirror is None else StepNames(self._mirror, step_format)
+        if export_every is None and not (export_to is None and export_options is None):
+            raise ConfigError(
+                "export_to and export_options are about exports: give export_every=", field="export_every"
+            )
         if best_fn is not None and max_to_keep == 1:
             raise ConfigError(
                 "max_to_keep=1 with best_fn: the newest and the best stay, so it must be 2 at least",
@@ -230,16 +245,29 @@ class CheckpointManager:
             # An object store has no lock that is freed when its holder dies.
             self._shared, self._has_claimed = shared or is_object_url(self.root), False
             self._root_lock = RootLock(self.root) if rank.rank == 0 and not self._shared else None
-            with with_storage_options(self.checkpointer.config.storage_options):
+            config = self.checkpointer.config
+            self._exports = None
+            if export_every is not None:
+                self._exports = ManagerExports(
+                    export_every,
+                    self.root,
+                    export_to,
+                    export_options,
+                    is_leader=rank.rank == 0,
+                    timeout_s=config.commit_timeout_s,
+                    storage_options=config.storage_options,
+                )
+            with with_storage_options(config.storage_options):
                 self._retention = RootRetention(
                     self.root,
                     policy,
                     best_fn,
                     is_leader=rank.rank == 0,
                     lock=self._root_lock,
-                    dead_after_s=self.checkpointer.config.commit_timeout_s,
+                    dead_after_s=config.commit_timeout_s,
                     mirror=self._mirror,
                     mirror_policy=mirror_policy,
+                    exporting=tuple if self._exports is None else self._exports.busy,
                 )
         except BaseException:
             if self._owns_checkpointer:
@@ -443,6 +471,8 @@ class CheckpointManager:
         if not self._has_looked:
             self._has_looked = True
             self._retention.warn_of_others()
+        if self._exports is not None:
+            self._exports.prepare(state)
         max_wait_s = config.slot_timeout_s if config.on_busy == "wait" else 0.0
         hold, handle = DirectoryHold(self._names.name(step)), None
         try:  # IMPORTANT: an interrupt may come between any two lines, and the directory must not stay busy for ever
@@ -452,6 +482,8 @@ class CheckpointManager:
                 handle = self.checkpointer.save(
                     state, self._names.path(step), step=step, metadata={**(metadata or {}), **more}, **kw
                 )
+            if self._exports is not None and self._exports.is_due(step, self._last_step):
+                self._exports.request(hold.name, step, handle if isinstance(handle, SaveHandle) else None)
             self._free_at_the_end(hold, handle)
         except BaseException:
             self._free_at_the_end(hold, handle, is_committed=False)
@@ -545,6 +577,27 @@ class CheckpointManager:
             self.checkpointer.wait(timeout)
         self._retention.wait(None if timeout is None else max(0.0, began + timeout - time.monotonic()))
 
+    def wait_exports(self, timeout: float | None = None) -> bool:
+        """Wait until all exports that were requested have ended, well or not. Neither `wait` nor `close` does that.
+
+        Failed ones are logged as errors.
+
+        Args:
+            timeout: Seconds; None: half an hour.
+
+        Returns:
+            Whether they have. True on other ranks than 0, and without `export_every`.
+
+        Blocks: on rank 0, at most `timeout`.
+        """
+        self._check_usable()
+        if self._exports is None:
+            return True
+        try:
+            return self._exports.wait(timeout)
+        finally:
+            self._retention.request_prune()
+
     def close(self) -> None:
         """Wait for pending saves, and release all resources. Idempotent; does nothing in a forked child.
 
@@ -610,6 +663,8 @@ class CheckpointManager:
                 self.checkpointer.close()
         finally:
             self._last_handle = None
+            if self._exports is not None:
+                self._exports.close(END_S if kind is None and self._preemption.grace_left_s is None else 0.0)
             self._retention.close(self._preemption.grace_left_s if kind is None else EXIT_WAIT_S)
             self._last_state.close()
             self._preemption.close()

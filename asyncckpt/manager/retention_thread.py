@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Collection
 
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
@@ -143,6 +144,7 @@ class RootRetention:
         dead_after_s: As for `maintenance.retention.prune`.
         mirror: Absolute path or URL of the root's mirror; None: there is none.
         mirror_policy: What to keep there.
+        exporting: Returns the names of checkpoints that are to be exported, or are being exported: they stay.
     """
 
     def __init__(
@@ -156,8 +158,9 @@ class RootRetention:
         lock: RootLock | None = None,
         mirror: str | None = None,
         mirror_policy: RetentionPolicy | None = None,
+        exporting: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._root_lock = lock
+        self._root_lock, self._exporting = lock, exporting
         self._restored: SaveId | None = None
         self._verified: set[SaveId] = set()
         self._is_verifying = False
@@ -258,6 +261,8 @@ class RootRetention:
             return
         with self._lock:
             broken, restored = self._broken_in(self._root), self._restored
+        # A later export is of a save that is busy now, or of the newest checkpoint.
+        exporting: dict[str, set[DirectoryHold]] = {name: set() for name in self._exporting()}
         prune(
             self._root,
             self._store,
@@ -265,7 +270,7 @@ class RootRetention:
             package=__version__,
             score=self._best_fn,
             broken=broken,
-            busy=self._busy.keys(),  # a view, not a copy: a save may begin during the removals
+            busy=ChainMap(self._busy, exporting).keys(),  # a view, not a copy: a save may begin during the removals
             dead_after_s=self._dead_after_s,
             restored=restored,
             verifies=self._verifies,

@@ -76,7 +76,7 @@ class ForeignSource:
     The `part` of a chunk is an index into `places`, and its offset counts from that place.
 
     Attributes:
-        kind: `dcp`, `torch`, `safetensors` or `hf`.
+        kind: `dcp`, `torch`, `safetensors`, `hf` or `fsdp`.
         directory: Directory to which the shards' names are relative.
         objects: JSON forms of the object leaves, by number.
         metadata: Metadata of the format, such as a safetensors file's `__metadata__`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import object_servers
 import pytest
 import rank_processes
 import real_worker
@@ -30,6 +31,7 @@ PRELOADED = [
 @pytest.fixture(scope="session", autouse=True)
 def rank_server() -> None:
     """Where the trainings are forked from."""
+    object_servers.start_runtime()
     rank_processes.preload(PRELOADED)
     rank_processes.start_server()
 

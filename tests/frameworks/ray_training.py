@@ -63,20 +63,35 @@ def _kill_once(config: dict[str, Any], rank: int, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fit(directory: str, steps: int, endpoint: str, kill_at: int = 0) -> dict[str, Any]:
-    """Train on two ranks; return the last metrics: the digest of the weights, the step the last attempt began at."""
+def fit(directory: str, steps: int, options: dict[str, Any], s3: str, kill_at: int = 0) -> dict[str, Any]:
+    """Train on two ranks; return the last metrics: the digest of the weights, the step the last attempt began at.
+
+    Args:
+        directory: Where the run's directory is, in the file system or in a bucket of `s3`.
+        options: Of `RayCheckpointManager`.
+        s3: Address of a server that speaks as S3 does; empty: the file system.
+    """
+    storage = {"storage_path": directory}
+    if s3:
+        from pyarrow.fs import S3FileSystem
+
+        keys = {"access_key": "test", "secret_key": "test", "region": "us-east-1"}
+        name = pathlib.Path(directory).name
+        filesystem = S3FileSystem(endpoint_override=s3.removeprefix("http://"), scheme="http", **keys)
+        storage = {"storage_path": f"bucket/{name}", "storage_filesystem": filesystem}
+        pathlib.Path(directory).mkdir()
     trainer = ray.train.torch.TorchTrainer(
         train,
         train_loop_config={
             "steps": steps,
             "kill_at": kill_at,
             "killed": f"{directory}/killed",
-            "options": {"endpoint": endpoint},
+            "options": options,
         },
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
             name="run",
-            storage_path=directory,
+            **storage,
             failure_config=ray.train.FailureConfig(max_failures=1),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=3),
         ),
@@ -87,7 +102,8 @@ def fit(directory: str, steps: int, endpoint: str, kill_at: int = 0) -> dict[str
 
 
 if __name__ == "__main__":
-    short, root, steps, kill_at, endpoint = sys.argv[1:]
+    short, root, steps, kill_at, s3, given = sys.argv[1:]
+    options = json.loads(given)
     ray.init(
         num_cpus=2,
         include_dashboard=False,
@@ -96,8 +112,8 @@ if __name__ == "__main__":
         _node_ip_address="127.0.0.1",
     )
     found = [
-        fit(f"{root}/whole", int(steps), endpoint),
-        fit(f"{root}/killed", int(steps), endpoint, int(kill_at)),
+        fit(f"{root}/whole", int(steps), options, s3),
+        fit(f"{root}/killed", int(steps), options, s3, int(kill_at)),
     ]
     ray.shutdown()
     print(json.dumps(found))

@@ -61,6 +61,45 @@ def training(rank: int, architecture: str, directory: str) -> int:
     return step
 
 
+def managed(rank: int, architecture: str, directory: str) -> int:
+    """Train with FSDP2 and a manager that exports; say the logits of the step that it exports; go on until told."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    model = tiny_models.model(architecture)
+    mesh = init_device_mesh("cpu", (2,))
+    for block in tiny_models.blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    talk, stops = rank_processes.talk(), torch.zeros(1)
+    state = {"model": model, "optim": optimizer, "step": 0}
+    with asyncckpt.CheckpointManager(
+        os.path.join(directory, "runs"),
+        save_interval_steps=1,
+        max_to_keep=2,
+        export_every=STEP,
+        export_options={"tokenizer": tokenizer()},
+    ) as manager:
+        while not stops:
+            step = state["step"] = int(state["step"]) + 1
+            model(**tiny_models.inputs(architecture, seed=step * 2 + rank)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == STEP:
+                talk.say(tiny_models.logits(model, architecture))
+            if manager.should_save(step) and step <= STEP + 2:
+                manager.save(step, state)
+            if step > STEP:
+                Path(directory, f"steps-{rank}").write_text(str(step))
+                stops = torch.tensor([float(rank == 0 and os.path.exists(os.path.join(directory, "stop")))])
+                dist.broadcast(stops, 0)
+        assert manager.wait_exports(TIMEOUT_S)
+    return int(state["step"])
+
+
 @pytest.fixture(autouse=True)
 def one_quiet_thread() -> Iterator[None]:
     """Sums of floating point numbers depend on how many threads add them. A progress bar would leave a thread."""
@@ -145,6 +184,32 @@ def test_ranks_train_on_while_their_checkpoint_is_exported(
         live = tiny_models.logits(opened(architecture, tmp_path / "live"), architecture)
         assert torch.equal(live, later[0])
         assert not [name for name in os.listdir(tmp_path) if name.endswith(".converting")]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+def test_a_manager_exports_behind_the_training(
+    architecture: str, worker: real_worker.RealWorker, tmp_path: Path
+) -> None:
+    environ = {"ASYNCCKPT_ENDPOINT": worker.endpoint, "HF_HUB_OFFLINE": "1"}
+    target = tmp_path / "runs" / "hf" / f"step-{STEP:08d}"
+    with rank_processes.running(2, managed, architecture, str(tmp_path), environ=environ) as ranks:
+        said = [ranks.receive(rank, TIMEOUT_S) for rank in range(2)]
+        assert torch.equal(*said)
+        wait_until(target.exists, "the export", TIMEOUT_S)
+        before = [steps_of(tmp_path, rank) for rank in range(2)]
+        found = tiny_models.logits(opened(architecture, target), architecture)
+        wait_until(lambda: all(steps_of(tmp_path, rank) > before[rank] for rank in range(2)), "steps", TIMEOUT_S)
+        (tmp_path / "stop").touch()
+        steps = ranks.results(TIMEOUT_S)
+    assert steps[0] == steps[1] > STEP + 1
+    assert found.dtype == torch.float32
+    assert torch.equal(found, said[0])
+    tiny_models.model(architecture).save_pretrained(tmp_path / "own")
+    assert names_in(target) == names_in(tmp_path / "own")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((target / name).read_text()) == json.loads((tmp_path / "own" / name).read_text())
+    assert (target / "tokenizer.json").exists()
+    assert os.listdir(target.parent / ".exports") == ["lock"]
 
 
 def saved(model: Any, path: Path) -> Path:

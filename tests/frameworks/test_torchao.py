@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
 from typing import Any
 
+import dcp_calls
 import pytest
 import rank_processes
 import real_worker
@@ -148,3 +151,40 @@ def test_ranks_resume_a_sharded_training_with_as_many_ranks_and_with_one(tmp_pat
     alone = rank_processes.run(1, _sharded, path, True, **options)[0]
     for name, value in expected[0].items():
         torch.testing.assert_close(alone[name], value, rtol=1e-3, atol=1e-4)  # gradients are summed in another order
+
+
+def _dcp_save(way: str, state: Any, writer: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    if way == "async":
+        dcp.async_save(state, storage_writer=writer, no_dist=True).result(60)
+    else:
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_stock_dcp_with_our_writer_refuses_them_by_name_before_anything_is_staged(
+    way: str, worker: real_worker.RealWorker, tmp_path: pathlib.Path
+) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torchao.optim import AdamW8bit
+
+    from asyncckpt.dcp import StorageReader, StorageWriter
+
+    layer = torch.nn.Linear(128, 64)
+    optimizer = AdamW8bit(layer.parameters())
+    layer(torch.ones(2, 128)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    with contextlib.closing(StorageWriter(tmp_path / "c", endpoint=worker.endpoint)) as writer:
+        with pytest.raises(CheckpointException) as caught:
+            _dcp_save(way, state, writer)
+        error = dcp_calls.reason(caught.value)
+        assert isinstance(error, asyncckpt.errors.UnsupportedLeafError)
+        assert (error.leaf, error.type_name) == ("state.0.exp_avg", "OptimState8bit")
+        assert "save it with AsyncCheckpointer" in str(error)
+        assert not os.listdir(tmp_path) and writer.save_id is None
+    with asyncckpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save(state, tmp_path / "ours")
+    failed = dcp_calls.failed_load(state, StorageReader(tmp_path / "ours"))
+    assert isinstance(failed, asyncckpt.errors.UnsupportedLeafError) and failed.leaf == "state.0.exp_avg"

@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "protocol": {"errors", "dtypes", "basics"},
     "storage": {"errors", "dtypes", "basics", "format", "memory", "protocol"},
     "maintenance": {"basics", "errors", "format", "storage"},
-    "interop.sources": {"errors", "dtypes", "basics", "format", "storage"},
+    "interop.sources": {"errors", "dtypes", "basics", "format", "storage", "sharding"},
     "per_rank": {"errors"},
     "torch_tensors": {"errors", "dtypes"},
     "sharding": {"errors", "dtypes", "basics", "format", "torch_tensors"},

@@ -51,6 +51,17 @@ class ConfigFiles:
         self._directory, self._files = directory, files
         self.config: dict[str, Any] = {}
 
+    def contents(self) -> dict[str, bytes]:
+        """Return the contents of all files by name."""
+        names = sorted(self._files.listdir(self._directory))
+        return {name: read_small_file(self._files, os.path.join(self._directory, name), _MAX_NBYTES) for name in names}
+
+    def take_contents(self, contents: Mapping[str, bytes]) -> None:
+        """Take all files as `contents` has returned them."""
+        for name, data in contents.items():
+            self._put(name, data)
+        self.config = self._read_json(os.path.join(self._directory, CONFIG_NAME), "config")
+
     def take_config(self, config: Any) -> None:
         """Take the config: an object, a dict, a file, or a directory with a config.json."""
         self._write_json("config", config, CONFIG_NAME)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from asyncckpt.basics.paths import absolute_path, checkpoint_path, is_url
 from asyncckpt.config import RankInfo
@@ -32,6 +30,7 @@ from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, 
 from asyncckpt.interop.copy_pipeline import Progress
 from asyncckpt.interop.hf.architectures import HUB_RULES
 from asyncckpt.interop.hf.config_files import ConfigFiles
+from asyncckpt.interop.hf.model_outline import ModelOutline, is_model, outline_of_model, unwrapped
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules, listed_lines
 from asyncckpt.interop.publish import check_not_nested, check_place, remove, temporary_path
@@ -132,26 +131,21 @@ def export_hf(
 
     Blocks: until everything is read and written.
     """
-    source, config = _unwrapped(source), _unwrapped(config)
-    is_model = not isinstance(source, (str, os.PathLike))
-    if is_model and not _is_model(source):
+    source, config = unwrapped(source), unwrapped(config)
+    is_live = not isinstance(source, (str, os.PathLike))
+    if is_live and not is_model(source):
         raise ConfigError(
             f"export_hf: source is a {type(source).__name__}: expected the path of a checkpoint, or a model (a "
             "torch.nn.Module)",
             field="source",
             value=type(source).__name__,
         )
-    if key is not None and (is_model or not isinstance(key, str) or not key):
-        why = "source is a model: leave it out" if is_model else "expected an FQN, such as 'model'"
+    if key is not None and (is_live or not isinstance(key, str) or not key):
+        why = "source is a model: leave it out" if is_live else "expected an FQN, such as 'model'"
         raise ConfigError(f"export_hf: key={key!r}: {why}", field="key", value=repr(key))
-    if config is None and is_model:
+    if config is None and is_live:
         config = source
-    if config is None or (_is_model(config) and getattr(config, "config", None) is None):
-        raise ConfigError(
-            "export_hf: from_pretrained needs a config: give config=, a config or model of transformers, a dict, or a "
-            "directory with config.json",
-            field="config",
-        )
+    check_config(config)
     options: dict[str, Any] = {
         "config": config,
         "generation_config": generation_config,
@@ -164,12 +158,33 @@ def export_hf(
         "read_back": read_back,
         "progress": progress,
     }
-    if is_model:
+    if is_live:
         job = _export(dst, keys=None, key_map=key_map, **options)
         return _export_model(source, job, find_rank_info(rank_info), timeout_s)
-    rename = key_map if key is None else _without_prefix(key + ".", key_map)
-    keys = None if key is None else [key]
+    keys, rename = below(key, key_map)
     return export_checkpoint(source, dst, keys=keys, key_map=rename, storage_options=storage_options, **options)
+
+
+def check_config(config: Any) -> None:
+    """Check that there is a config.
+
+    Raises:
+        ConfigError: It is None, or a model without one.
+    """
+    if config is None or (is_model(config) and getattr(config, "config", None) is None):
+        raise ConfigError(
+            "export_hf: from_pretrained needs a config: give config=, a config or model of transformers, a dict, or a "
+            "directory with config.json",
+            field="config",
+        )
+
+
+def below(key: str | None, key_map: KeyMap | None) -> tuple[list[str] | None, KeyMap | None]:
+    """Return `keys` and `key_map` of a conversion that takes what is below `key`, without that prefix; None: all."""
+    if key is None:
+        return None, key_map
+    rename, prefix = renamer(key_map or {}), key + "."
+    return [key], lambda fqn: rename(fqn.removeprefix(prefix))
 
 
 def export_checkpoint(
@@ -179,7 +194,13 @@ def export_checkpoint(
     storage_options: Mapping[str, str] | None = None,
     **options: Any,
 ) -> ConversionReport:
-    """Export a checkpoint; as `export_hf`, but with `keys` and `key_map` as `convert` has them, and without `key`."""
+    """Export a checkpoint; as `export_hf`, but with `keys` and `key_map` as `convert` has them, and without `key`.
+
+    Args:
+        source, dst, storage_options: As of `export_hf`.
+        **options: `keys` and `key_map`, further arguments of `export_hf`, and maybe `beside`: an `ExportCompanions` in
+            the place of `config`, `generation_config` and `tokenizer`.
+    """
     path, job = checkpoint_path(source), _export(dst, **options)
     with with_storage_options(storage_options):
         return job.run(path, files_at(path))
@@ -214,9 +235,52 @@ def _export(
     )
 
 
-def _without_prefix(prefix: str, key_map: KeyMap | None) -> Callable[[str], str]:
-    rename = renamer(key_map or {})
-    return lambda fqn: rename(fqn.removeprefix(prefix))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportCompanions:
+    """What an export needs beside the checkpoint, made from objects of transformers: bytes, for another process.
+
+    Attributes:
+        files: Contents of config.json, generation_config.json and the tokenizer's files, by name.
+        model: Outline of the model; None: there is no model, and names and shapes are not compared.
+    """
+
+    files: dict[str, bytes]
+    model: ModelOutline | None
+
+
+def companions_of(*, config: Any, generation_config: Any = None, tokenizer: Any = None) -> ExportCompanions:
+    """Return what an export needs beside the checkpoint. Arguments as of `export_hf`.
+
+    Raises:
+        ConfigError: Config, generation config or tokenizer are missing or cannot be written.
+        OSError: The temporary directory cannot be written.
+    """
+    config = unwrapped(config)
+    check_config(config)
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-export-") as folder:
+        config_files = ConfigFiles(folder, Files())
+        take_companions(config_files, config, generation_config, tokenizer, config if is_model(config) else None)
+        files = config_files.contents()
+    return ExportCompanions(files=files, model=outline_of_model(config) if is_model(config) else None)
+
+
+def take_companions(config_files: ConfigFiles, config: Any, generation_config: Any, tokenizer: Any, model: Any) -> None:
+    """Write the files that are known before anything is read.
+
+    Args:
+        config_files: Writes them.
+        config, generation_config, tokenizer: As of `export_hf`.
+        model: The model whose generation config is taken, unless one is given; None: there is none.
+    """
+    config_files.take_config(config.config if is_model(config) else config)
+    if generation_config is None and model is not None and getattr(model, "can_generate", lambda: False)():
+        generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        config_files.take_generation_config(generation_config)
+    elif not is_model(config):
+        config_files.take_generation_config_beside(config)
+    if tokenizer is not None:
+        config_files.take_tokenizer(tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,9 +288,6 @@ class _Export:
     """The checked arguments of one export."""
 
     path: str
-    config: Any
-    generation_config: Any
-    tokenizer: Any
     keys: list[str] | None
     key_map: KeyMap | None
     rules: list[TensorRule] | None
@@ -234,8 +295,12 @@ class _Export:
     max_shard_bytes: int | None
     overwrite: bool
     threads: int
-    read_back: bool
-    progress: Progress | None
+    read_back: bool = True
+    progress: Progress | None = None
+    config: Any = None
+    generation_config: Any = None
+    tokenizer: Any = None
+    beside: ExportCompanions | None = None
 
     def check_place(self) -> None:
         """Check that `path` may be written, before anything is read. Raises as `publish.check_place`."""
@@ -253,13 +318,17 @@ class _Export:
             check_not_nested(self.path, source, "hf")
         self.check_place()
         files = Files()
-        if model is None and _is_model(self.config):
+        if model is None and is_model(self.config):
             model = self.config
+        found = self._outline(model)
         with temporary_path(self.path) as folder:
             try:
                 files.mkdir(folder)
                 config_files = ConfigFiles(folder, files)
-                self._take(config_files, model)
+                if self.beside is not None:
+                    config_files.take_contents(self.beside.files)
+                else:
+                    take_companions(config_files, self.config, self.generation_config, self.tokenizer, model)
             except OSError as error:
                 raise save_failure(error, save_id=None, rank=None, step=None, path=self.path) from error
             rules = self.rules
@@ -267,13 +336,13 @@ class _Export:
                 rules = list(HUB_RULES.get(str(config_files.config.get("model_type")), ()))
 
             def prepare(outline: Outline) -> tuple[Outline, list[str]]:
-                outline, sentences = matched(outline, model) if model is not None else (outline, [])
+                outline, sentences = matched(outline, found) if found is not None else (outline, [])
                 made, more = reshaped(outline, rules, self.dtype, all_must_match=self.rules is not None)
                 return made, sentences + more
 
             def beside(outline: Outline) -> Mapping[str, str]:
                 return config_files.paths(
-                    dtype=dtype_of(outline), architecture=None if model is None else architecture_of(model)
+                    dtype=dtype_of(outline), architecture=None if found is None else found.architecture
                 )
 
             conversion = Conversion(
@@ -288,22 +357,13 @@ class _Export:
             )
             return conversion.run(self.keys, self.key_map, self.max_shard_bytes, False, prepare=prepare, beside=beside)
 
-    def _take(self, config_files: ConfigFiles, model: Any) -> None:
-        """Write the files that are known before anything is read."""
-        is_model = _is_model(self.config)
-        config_files.take_config(self.config.config if is_model else self.config)
-        generation = self.generation_config
-        if generation is None and model is not None and getattr(model, "can_generate", lambda: False)():
-            generation = getattr(model, "generation_config", None)
-        if generation is not None:
-            config_files.take_generation_config(generation)
-        elif not is_model:
-            config_files.take_generation_config_beside(self.config)
-        if self.tokenizer is not None:
-            config_files.take_tokenizer(self.tokenizer)
+    def _outline(self, model: Any) -> ModelOutline | None:
+        if self.beside is not None:
+            return self.beside.model
+        return None if model is None else outline_of_model(model)
 
 
-def matched(outline: Outline, model: Any) -> tuple[Outline, list[str]]:
+def matched(outline: Outline, model: ModelOutline) -> tuple[Outline, list[str]]:
     """Compare the tensors of a checkpoint with those of a model; leave out what the model ties itself.
 
     Returns:
@@ -315,15 +375,14 @@ def matched(outline: Outline, model: Any) -> tuple[Outline, list[str]]:
     """
     path = outline.contents.path
     there = {fqn: node[1] for fqn, node in outline.leaves() if node[0] == TENSOR}
-    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items() if hasattr(value, "shape")}
-    tied = tied_names(model)
+    wanted, tied = {name: tuple(shape) for name, shape in model.shapes.items()}, model.tied
     missing = [name for name in wanted if name not in there and name not in tied]
     unused = [fqn for fqn in there if fqn not in wanted]
     if missing or unused:
         lacks = f"\nit lacks {len(missing)} tensors of the model:\n  {listed_lines(missing)}" if missing else ""
         has = f"\nthe model has no place for {len(unused)} of its tensors:\n  {listed_lines(unused)}" if unused else ""
         raise UnmatchedTensorsError(
-            f"{path} does not fit {type(model).__name__}:{lacks}{has}\nNothing was written. Rename tensors with "
+            f"{path} does not fit {model.architecture}:{lacks}{has}\nNothing was written. Rename tensors with "
             "key_map, select the model's state dict with key, or give the config of the model that was saved",
             path=path,
             missing=missing,
@@ -333,7 +392,7 @@ def matched(outline: Outline, model: Any) -> tuple[Outline, list[str]]:
         shape = outline.tensors[number].global_shape
         if shape != wanted[fqn]:
             raise ShapeMismatchError(
-                f"{path}: tensor {fqn!r} has shape {list(shape)}, and {list(wanted[fqn])} in {type(model).__name__}: "
+                f"{path}: tensor {fqn!r} has shape {list(shape)}, and {list(wanted[fqn])} in {model.architecture}: "
                 "give the config of the model that was saved",
                 path=path,
                 fqn=fqn,
@@ -347,25 +406,6 @@ def matched(outline: Outline, model: Any) -> tuple[Outline, list[str]]:
     return pruned(outline, lambda fqn: fqn not in again), [f"stored once, as the model ties them: {listed(pairs)}"]
 
 
-def tied_names(model: Any) -> dict[str, str]:
-    """Return the names of tensors that a model ties to others itself, with the names of those.
-
-    A model of transformers declares them. Of any other model, they are the parameters and buffers that it holds under
-    an earlier name too.
-    """
-    declared = getattr(model, "all_tied_weights_keys", None)
-    if isinstance(declared, Mapping):
-        return {str(name): str(to) for name, to in declared.items() if name != to}
-    firsts: dict[int, str] = {}
-    found = {}
-    for names in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, value in names:
-            first = firsts.setdefault(id(value), name)
-            if first != name:
-                found[name] = first
-    return found
-
-
 def dtype_of(outline: Outline) -> str | None:
     """Return the dtype that most bytes of the weights have; None: there are no weights of a dtype for that."""
     nbytes: Counter[str] = Counter()
@@ -373,26 +413,6 @@ def dtype_of(outline: Outline) -> str | None:
         if tensor.dtype in CAST_DTYPES:
             nbytes[tensor.dtype] += outline.nbytes_of(number)
     return nbytes.most_common(1)[0][0] if nbytes else None
-
-
-def architecture_of(model: Any) -> str:
-    """Return the name of a model's class. `fully_shard` replaces it by a subclass with the prefix FSDP."""
-    return type(model).__name__.removeprefix("FSDP")
-
-
-def _unwrapped(value: Any) -> Any:
-    """Return the model that `torch.compile` or `DistributedDataParallel` has wrapped; anything else as it is."""
-    while True:
-        if isinstance(value, DistributedDataParallel):
-            value = value.module
-        elif isinstance(value, torch.nn.Module) and "_orig_mod" in value._modules:
-            value = value._modules["_orig_mod"]
-        else:
-            return value
-
-
-def _is_model(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "named_parameters", None))
 
 
 def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) -> ConversionReport:

@@ -10,6 +10,7 @@ import stat
 from asyncckpt.errors import CheckpointNotFoundError, UnsupportedFormatError
 from asyncckpt.format.names import DCP_METADATA_NAME, MANIFEST_NAME, owner_of
 from asyncckpt.interop.sources.dcp_directory import read_dcp_directory
+from asyncckpt.interop.sources.rank_files import RANK_FILES, is_rank_files, read_rank_files
 from asyncckpt.interop.sources.safetensors_file import (
     is_index,
     is_safetensors,
@@ -28,11 +29,15 @@ _READERS = {
     "hf": read_hf_directory,
 }
 KINDS = (NATIVE, *_READERS)
+"""Kinds that are read and written."""
+_READ_ONLY = {RANK_FILES: read_rank_files}
 _RANK_METADATA = re.compile(r"__[0-9]+\.metadata")
 
 
 def kind_at(path: str, files: Files) -> str:
-    """Return the kind of the checkpoint at `path`, one of `KINDS`. A directory of no other kind is "asyncckpt".
+    """Return the kind of the checkpoint at `path`, one of `KINDS` or `RANK_FILES`.
+
+    A directory of no other kind is "asyncckpt".
 
     Raises:
         CheckpointNotFoundError: There is nothing at `path`.
@@ -75,7 +80,9 @@ def _directory_kind(path: str, files: Files) -> str:
     if DCP_METADATA_NAME in names and all(name.endswith(".distcp") for name in owned):  # asyncckpt's layout for DCP too
         return "dcp"
     is_hf = not owned and any(is_index(name) or name.endswith(".safetensors") for name in names)
-    return "hf" if is_hf else NATIVE
+    if is_hf:
+        return "hf"
+    return RANK_FILES if not owned and is_rank_files(names) else NATIVE
 
 
 def read_any(path: str, files: Files) -> Contents:
@@ -95,7 +102,7 @@ def read_any(path: str, files: Files) -> Contents:
     """
     kind = kind_at(path, files)
     if kind != NATIVE:
-        return _READERS[kind](path, files)
+        return (_READERS | _READ_ONLY)[kind](path, files)
     try:
         return read_contents(path, files)
     except CheckpointNotFoundError as error:

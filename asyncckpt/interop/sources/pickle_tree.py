@@ -66,10 +66,11 @@ class TreeBuilder:
 
     Args:
         builder: Gets the tensors and objects.
+        shards: Adds a tensor of which the value is a part, and returns its node; None: it is no such part.
     """
 
-    def __init__(self, builder: ContentsBuilder) -> None:
-        self._builder = builder
+    def __init__(self, builder: ContentsBuilder, shards: Callable[[Any, Path], Node | None] | None = None) -> None:
+        self._builder, self._shards = builder, shards
         self._by_ref: dict[Any, int] = {}
         self._by_id: dict[int, tuple[Any, Node]] = {}  # with the object, so that its id stays its own
         self._met: dict[int, tuple[Any, Path]] = {}
@@ -101,6 +102,8 @@ class TreeBuilder:
         kind = type(value)
         if kind is TensorRef:
             return self._tensor_of(value, path, locate)
+        if self._shards is not None and (whole := self._shards(value, path)) is not None:
+            return whole
         if kind in DICTS:
             keys = [key_of(self._read_as(key, path)) for key in value]
             if None not in keys:

@@ -12,7 +12,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, NamedTuple, cast
 
 from asyncckpt.errors import AsyncCkptError, CorruptCheckpointError
@@ -184,11 +184,28 @@ class TorchArchive:
             raise ValueError(f"entry {entry.name!r} differs from its CRC-32")
         return data
 
-    def value(self) -> Any:
-        """Return what was saved: a `TensorRef` for a tensor, an `OpaqueGlobal` for an object of another class."""
+    def value(self, known: Mapping[str, Any] = KNOWN) -> Any:
+        """Return what was saved: a `TensorRef` for a tensor, an `OpaqueGlobal` for an object of another class.
+
+        Args:
+            known: The globals that are on the list.
+        """
         entry = self.entries[f"{self.prefix}data.pkl"]
         check_length(entry.nbytes)
-        return unpickle_data(self._bytes_of(entry), KNOWN, storage_of, opaque=True)[0]
+        return unpickle_data(self._bytes_of(entry), known, storage_of, opaque=True)[0]
+
+    def storages(self) -> dict[str, tuple[int, int]]:
+        """Return where each storage begins in the archive, and its length in bytes, by its key.
+
+        Raises:
+            ValueError: A local header is damaged.
+        """
+        prefix = f"{self.prefix}data/"
+        return {
+            name.removeprefix(prefix): (data_offset(self._read_at, entry), entry.nbytes)
+            for name, entry in self.entries.items()
+            if name.startswith(prefix)
+        }
 
     def storage(self, storage: StorageRef) -> int:
         """Return where the bytes of a storage begin in the archive.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import composite_samples
 import dcp_calls
 import pytest
 import torch
@@ -15,6 +16,8 @@ from in_process_writer import StorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+import asyncckpt
+from asyncckpt import SyncCheckpointer
 from asyncckpt.dcp import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, ShardedSavePlanner, StorageReader
 from asyncckpt.errors import UnsupportedLeafError
 
@@ -146,3 +149,22 @@ def test_a_tensor_that_a_collective_still_fills_is_waited_for(tmp_path: Path) ->
     state = {"w": AsyncCollectiveTensor(torch.arange(4.0))}
     dcp_calls.save(state, StorageWriter(tmp_path / "c"))
     assert torch.equal(dcp_calls.load({"w": torch.zeros(4)}, StorageReader(tmp_path / "c"))["w"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize("where", ["top", "nested"])
+def test_a_target_that_was_saved_as_its_components_is_refused_by_name_and_unchanged(tmp_path: Path, where: str) -> None:
+    """A planner would put the dict of components in its place, or leave it as it is."""
+
+    def state(seed: int) -> dict[str, Any]:
+        found = {"exp_avg": composite_samples.blocks(seed), "step": torch.full((), float(seed))}
+        return found if where == "top" else {"o": {"state": {0: found}}}
+
+    with SyncCheckpointer() as checkpointer:
+        checkpointer.save(state(1), tmp_path / "c")
+    target, fqn = state(2), "exp_avg" if where == "top" else "o.state.0.exp_avg"
+    error = dcp_calls.failed_load(target, StorageReader(tmp_path / "c"))
+    assert isinstance(error, UnsupportedLeafError) and (error.leaf, error.type_name) == (fqn, "Blocks")
+    assert "asyncckpt.load fills it" in str(error)
+    assert composite_samples.same(target, state(2))
+    asyncckpt.load(tmp_path / "c", target)
+    assert composite_samples.same(target, state(1))

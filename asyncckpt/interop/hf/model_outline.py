@@ -1,0 +1,74 @@
+"""`ModelOutline`: what an export compares with a checkpoint of a model, without the model: names, shapes and ties."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOutline:
+    """What is known of a model. Its fields are JSON values, so that another process can have it.
+
+    Attributes:
+        architecture: Name of the model's class.
+        shapes: Shapes of the tensors of its state dict, by name.
+        tied: Names of tensors that the model ties to others itself, with the names of those.
+    """
+
+    architecture: str
+    shapes: dict[str, list[int]]
+    tied: dict[str, str]
+
+
+def outline_of_model(model: Any) -> ModelOutline:
+    """Return the outline of a model. Calls its `state_dict()`, which may be a collective of several ranks."""
+    return ModelOutline(
+        architecture=_architecture_of(model),
+        shapes={name: list(value.shape) for name, value in model.state_dict().items() if hasattr(value, "shape")},
+        tied=_tied_names(model),
+    )
+
+
+def is_model(value: Any) -> bool:
+    """Return whether a value is a model: it has `state_dict()` and `named_parameters()`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "named_parameters", None))
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the model that `torch.compile` or `DistributedDataParallel` has wrapped; anything else as it is."""
+    while True:
+        if isinstance(value, DistributedDataParallel):
+            value = value.module
+        elif isinstance(value, torch.nn.Module) and "_orig_mod" in value._modules:
+            value = value._modules["_orig_mod"]
+        else:
+            return value
+
+
+def _tied_names(model: Any) -> dict[str, str]:
+    """Return the names of tensors that a model ties to others itself, with the names of those.
+
+    A model of transformers declares them. Of any other model, they are the parameters and buffers that it holds under
+    an earlier name too.
+    """
+    declared = getattr(model, "all_tied_weights_keys", None)
+    if isinstance(declared, Mapping):
+        return {str(name): str(to) for name, to in declared.items() if name != to}
+    firsts: dict[int, str] = {}
+    found = {}
+    for names in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, value in names:
+            first = firsts.setdefault(id(value), name)
+            if first != name:
+                found[name] = first
+    return found
+
+
+def _architecture_of(model: Any) -> str:
+    """Return the name of a model's class. `fully_shard` replaces it by a subclass with the prefix FSDP."""
+    return type(model).__name__.removeprefix("FSDP")

@@ -1,0 +1,198 @@
+"""The exporter: exports a manager's checkpoints to Hugging Face directories, behind the training.
+
+It is a separate process, the only one that imports torch for an export; it has a low priority, and does one export at a
+time. It takes the newest checkpoint of the queue that is committed. Older ones that still wait are given up then, so
+that exports that are slower than saves are never more than one behind, and retention keeps no more than two checkpoints
+for them. When the manager closes its socket, or dies, it does what is left in the queue, and ends.
+
+IMPORTANT: an export is written under a hidden name, flushed and renamed (`interop.publish`): a kill at any instant
+leaves no directory of that name, or a complete one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncckpt.basics.paths import current_umask
+from asyncckpt.format.names import converting_name, is_converting
+from asyncckpt.interop.publish import remove
+from asyncckpt.manager.export_queue import ExportJob, ExportQueue
+from asyncckpt.storage.checkpoint_dir import manifest_or_error
+from asyncckpt.storage.locate import store_at, with_storage_options
+
+if TYPE_CHECKING:
+    from asyncckpt.interop.hf.export import ExportCompanions
+
+POLL_S = 0.5
+"""How often the exporter looks whether a requested checkpoint is committed. Chosen, as is the number below."""
+
+MAX_ATTEMPTS = 3
+"""How often an export is begun whose exporter was killed each time."""
+
+NICENESS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSettings:
+    """What an exporter needs to know; its manager passes it on as JSON.
+
+    Attributes:
+        root: Absolute path, or URL, of the manager's root.
+        exports: Absolute path of the directory of the exports.
+        timeout_s: Seconds after which a checkpoint that an earlier training has requested, and that is not committed,
+            is given up.
+        options: Arguments of `export_hf`, as JSON values: key, key_map, rules, dtype, max_shard_bytes, threads,
+            read_back.
+        storage_options: Options of the object store of the root.
+        files: Contents of the files beside the weights, in base64.
+        model: Fields of the `ModelOutline`; None: there is none.
+    """
+
+    root: str
+    exports: str
+    timeout_s: float
+    options: dict[str, Any]
+    storage_options: dict[str, str]
+    files: dict[str, str]
+    model: dict[str, Any] | None
+
+    def encode(self) -> bytes:
+        """Return them as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+
+def encoded_files(files: dict[str, bytes]) -> dict[str, str]:
+    """Return contents of files in base64, for JSON."""
+    return {name: base64.b64encode(data).decode() for name, data in files.items()}
+
+
+class Exporter:
+    """Exports the checkpoints of a queue.
+
+    Args:
+        settings: Its settings.
+    """
+
+    def __init__(self, settings: ExportSettings) -> None:
+        self._settings, self._queue = settings, ExportQueue(settings.exports)
+        self._began_ns = time.time_ns()
+        with with_storage_options(settings.storage_options):
+            self._store = store_at(settings.root, umask=current_umask())
+
+    def step(self) -> bool:
+        """Export the newest checkpoint that is committed, if there is one; return whether jobs are left.
+
+        Raises:
+            OSError: The queue cannot be read.
+
+        Blocks: to read and write that checkpoint.
+        """
+        jobs = self._queue.jobs()
+        ready = next((job for job in reversed(jobs) if self._is_ready(job)), None)
+        if ready is not None:
+            for job in jobs[: jobs.index(ready)]:
+                self._queue.fail(job.key, f"step {ready.step} is newer and is exported instead: exports are too slow")
+            self._do(ready)
+        return bool(self._queue.open_keys())
+
+    def _is_ready(self, job: ExportJob) -> bool:
+        try:
+            manifest = manifest_or_error(os.path.join(self._settings.root, job.name), self._store)
+        except OSError:  # asked again
+            manifest = None
+        if manifest is not None and job.call in ("", manifest.save_id.call):
+            return True
+        is_of_another_run = job.created_ns < self._began_ns
+        if is_of_another_run and time.time_ns() - job.created_ns > self._settings.timeout_s * 1e9:
+            self._queue.fail(job.key, "there is no committed checkpoint of that save")
+        return False
+
+    def _do(self, job: ExportJob) -> None:
+        if job.n_attempts >= MAX_ATTEMPTS:
+            self._queue.fail(job.key, f"its exporter was killed {job.n_attempts} times")
+            return
+        try:
+            if not self._queue.begin(job):
+                return
+            self._remove_leftovers(job.name)
+            self._export(job)
+        except Exception as error:  # the next ones must be exported nevertheless
+            self._queue.fail(job.key, f"{type(error).__name__}: {error}")
+        else:
+            self._queue.end(job.key)
+
+    def _export(self, job: ExportJob) -> None:
+        from asyncckpt.interop.hf.export import below, export_checkpoint
+        from asyncckpt.interop.mapping.tensor_rules import rules_from_json
+
+        options = dict(self._settings.options)
+        keys, key_map = below(options.pop("key", None), options.pop("key_map", None))
+        rules = options.pop("rules", None)
+        export_checkpoint(
+            os.path.join(self._settings.root, job.name),
+            os.path.join(self._settings.exports, job.name),
+            keys=keys,
+            key_map=key_map,
+            rules=None if rules is None else rules_from_json(rules, "rules"),
+            overwrite=True,
+            beside=self._companions(),
+            storage_options=self._settings.storage_options,
+            **options,
+        )
+
+    def _companions(self) -> ExportCompanions:
+        from asyncckpt.interop.hf.export import ExportCompanions
+        from asyncckpt.interop.hf.model_outline import ModelOutline
+
+        files = {name: base64.b64decode(text) for name, text in self._settings.files.items()}
+        model = self._settings.model
+        return ExportCompanions(files=files, model=None if model is None else ModelOutline(**model))
+
+    def _remove_leftovers(self, name: str) -> None:
+        """Remove what an exporter that was killed has left of this export."""
+        prefix, length = f".{name}.", len(converting_name(name, "0" * 12))
+        for found in os.listdir(self._settings.exports):
+            if is_converting(found) and found.startswith(prefix) and len(found) == length:
+                remove(os.path.join(self._settings.exports, found))
+
+
+def main() -> None:
+    """Run the exporter. Arguments: a file descriptor with the settings, and the process ID of the manager."""
+    os.nice(NICENESS)
+    parent = int(sys.argv[2])
+    with open(int(sys.argv[1]), "rb") as file:
+        settings = ExportSettings(**json.load(file))
+    deadline, is_alone = time.monotonic() + settings.timeout_s, False
+    queue = ExportQueue(settings.exports)
+    while (lock := queue.lock()) is None:  # the exporter of a training that was killed is still at work
+        is_alone = _waits(POLL_S, is_alone, parent)
+        if is_alone and time.monotonic() > deadline:
+            return
+    with open(lock, "rb"):
+        exporter = Exporter(settings)
+        while True:
+            is_alone = is_alone or _waits(0.0, is_alone, parent)
+            has_more = exporter.step()
+            if is_alone and not has_more:
+                return
+            is_alone = _waits(POLL_S if has_more else None, is_alone, parent)
+
+
+def _waits(timeout_s: float | None, is_alone: bool, parent: int) -> bool:
+    """Wait for a byte of the manager; None: as long as it lives. Return whether the manager has ended."""
+    if is_alone:
+        time.sleep(timeout_s or 0.0)
+        return True
+    while not select.select([0], [], [], POLL_S if timeout_s is None else timeout_s)[0]:
+        if os.getppid() != parent:  # a forked child of it may hold the other end of the socket
+            return True
+        if timeout_s is not None:
+            return False
+    return not os.read(0, 4096)

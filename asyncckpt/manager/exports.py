@@ -1,0 +1,307 @@
+"""`ManagerExports`: which checkpoints of a manager are exported, and what has become of these exports."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from asyncckpt.basics.paths import absolute_path, is_url
+from asyncckpt.errors import ConfigError, UnsupportedPathError
+from asyncckpt.interop.convert import cast_dtype, check_arguments
+from asyncckpt.interop.hf.export import companions_of
+from asyncckpt.interop.hf.model_outline import is_model, unwrapped
+from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules
+from asyncckpt.interop.side_process import SideProcess
+from asyncckpt.loading.fetch import thread_count
+from asyncckpt.manager.export_queue import ExportQueue
+from asyncckpt.manager.exporter import MAX_ATTEMPTS, ExportSettings, encoded_files
+from asyncckpt.save_handle import SaveFuture, SaveHandle
+
+EXPORTS_NAME = "hf"
+"""Name of the directory of the exports in the root."""
+
+WAIT_S = 1800.0
+"""How long `wait` waits where the caller gives no time. That of `export_hf`."""
+
+END_S = 5.0
+"""Seconds that an exporter without jobs may take to end. Chosen, as is the number below."""
+
+_POLL_S = 0.05
+_MAX_STARTS = MAX_ATTEMPTS + 1
+
+_COMPANIONS = {"config", "generation_config", "tokenizer"}
+_OPTIONS = {"key", "key_map", "rules", "dtype", "max_shard_bytes", "threads", "read_back"}
+
+_log = logging.getLogger("asyncckpt")
+
+
+class ManagerExports:
+    """Requests the exports of a manager's checkpoints. For the training thread, unless a method says otherwise.
+
+    Args:
+        every: Steps between exports.
+        root: Absolute path, or URL, of the root.
+        to: Directory of the exports; None: `hf` in the root.
+        options: Arguments of `export_hf`: `config`, `generation_config`, `tokenizer`, and those of `_OPTIONS`.
+        is_leader: Whether this is rank 0, which alone exports.
+        timeout_s: As of `ExportSettings`.
+        storage_options: Options of the object store of the root.
+
+    Raises:
+        ConfigError: An argument is invalid.
+        UnsupportedPathError: `to` is a URL.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        root: str,
+        to: str | os.PathLike[str] | None,
+        options: Mapping[str, Any] | None,
+        *,
+        is_leader: bool,
+        timeout_s: float,
+        storage_options: Mapping[str, str] | None,
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise ConfigError(
+                f"export_every={every!r}: expected None or an int from 1", field="export_every", value=repr(every)
+            )
+        self._every, self._is_leader, self._timeout_s = every, is_leader, timeout_s
+        self._root, self._exports = root, _exports_of(root, to)
+        self._storage_options = dict(storage_options or {})
+        self._given = dict(options or {})
+        self._options = _json_options(self._given)
+        self._queue = ExportQueue(self._exports)
+        self._process = SideProcess("asyncckpt.manager.exporter")
+        self._settings: bytes | None = None
+        self._n_starts = 0
+        self._open: dict[str, int] = {}  # steps by key of the jobs that are not known to have ended
+        self._is_owed = False
+
+    def is_due(self, step: int, last_step: int | None) -> bool:
+        """Return whether `step` is the first one that is saved at, or after, a multiple of `every`.
+
+        Args:
+            step: The step to save.
+            last_step: The step that was saved or restored before; None: there is none.
+        """
+        return self._is_owed or step // self._every > (last_step or 0) // self._every
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Before a save: learn what the exporter needs, and start it, in the first one. All ranks call it.
+
+        Raises:
+            ConfigError: There is no config for the model, or it cannot be written; raised on every rank.
+
+        Blocks: in the first save, for `state_dict()` of the model, and until the exporter has been started.
+        """
+        if self._settings is None:
+            self._settings = self._resolved(state).encode()
+            if self._is_leader:
+                self._adopt()
+        if self._is_leader:
+            self.poll()
+
+    def _resolved(self, state: Mapping[str, Any]) -> ExportSettings:
+        models = {key: model for key, value in state.items() if is_model(model := unwrapped(value))}
+        with_config = {key: model for key, model in models.items() if getattr(model, "config", None) is not None}
+        given, options = {name: self._given.get(name) for name in _COMPANIONS}, dict(self._options)
+        found = with_config if given["config"] is None else models
+        if given["config"] is None:
+            if len(found) != 1:
+                raise ConfigError(
+                    f"export_every: the state holds {len(found)} models that have a config, and one is needed: give "
+                    "export_options={'config': ..., 'key': ...}, as export_hf has them",
+                    field="export_options",
+                )
+            given["config"] = next(iter(found.values()))
+        if "key" not in options and len(found) == 1:
+            options["key"] = next(iter(found))
+        companions = companions_of(**given)
+        return ExportSettings(
+            root=self._root,
+            exports=self._exports,
+            timeout_s=self._timeout_s,
+            options=options,
+            storage_options=self._storage_options,
+            files=encoded_files(companions.files),
+            model=None if companions.model is None else asdict(companions.model),
+        )
+
+    def _adopt(self) -> None:
+        """Go on with the jobs that an earlier training has left."""
+        try:
+            self._queue.make()
+            self._open |= {job.key: job.step for job in self._queue.jobs()}
+            self._start()
+        except OSError as error:
+            _log.error("%s cannot be exported to: %s", self._exports, error)
+
+    def _start(self) -> None:
+        assert self._settings is not None
+        fd = os.memfd_create("asyncckpt-export", os.MFD_CLOEXEC)
+        with open(fd, "wb") as file:
+            file.write(self._settings)
+            file.flush()
+            file.seek(0)
+            self._n_starts += 1
+            self._process.start(str(fd), str(os.getpid()), fds=[fd])
+
+    def request(self, name: str, step: int, handle: SaveHandle | None) -> None:
+        """Request the export of a save that has begun. Rank 0 exports; does nothing on other ranks.
+
+        Args:
+            name: Name of its directory in the root.
+            step: Its step.
+            handle: Its handle; None: it is committed.
+        """
+        if not self._is_leader:
+            return
+        is_save = isinstance(handle, SaveHandle)
+        try:
+            job = self._queue.add(name, step=step, call=handle.save_id.call if handle is not None and is_save else "")
+        except OSError as error:
+            self._is_owed = True
+            _log.error("%s: the next checkpoint is exported instead: %s", self._said(name, step), error)
+            return
+        self._is_owed = False
+        self._open[job.key] = step
+        if handle is None or not is_save:
+            self._process.wake()
+        else:
+            handle.written.add_done_callback(lambda done: self._ended(job.key, done))
+
+    def _ended(self, key: str, written: Any) -> None:
+        """Wake the exporter, or withdraw the job of a save that has failed. Called in any thread."""
+        if isinstance(written, SaveFuture) and written.peek()[1] is not None:
+            self._is_owed = True
+            self._open.pop(key, None)
+            self._queue.end(key)
+        else:
+            self._process.wake()
+
+    def poll(self) -> bool:
+        """Log what has become of exports, and start an exporter that was killed again. Return whether some are left."""
+        if not self._is_leader or self._settings is None:
+            return False
+        try:
+            left = self._queue.open_keys()
+            failures = self._queue.take_failures()
+        except OSError as error:
+            _log.warning("exports: %s cannot be read: %s", self._exports, error)
+            return bool(self._open)
+        for key, reason in failures.items():
+            _log.error("%s: %s", self._said(key.rpartition(".")[0], self._open.pop(key, None)), reason)
+        for key in [key for key in self._open if key not in left]:
+            step, self._n_starts = self._open.pop(key, None), 0
+            _log.info("exported step %s to %s", step, os.path.join(self._exports, key.rpartition(".")[0]))
+        if failures:
+            self._n_starts = 0
+        if left and not self._process.is_running:
+            self._start_again(left)
+        return bool(self._open)
+
+    def _start_again(self, left: Iterable[str]) -> None:
+        if self._n_starts >= _MAX_STARTS:
+            for key in left:
+                self._queue.fail(key, f"the exporter has ended {self._n_starts} times, see its standard error")
+            self._n_starts = 0
+            return
+        try:
+            self._start()
+        except OSError as error:
+            self._n_starts += 1
+            _log.warning("exports: no process can be started: %s", error)
+
+    def _said(self, name: str, step: int | None) -> str:
+        checkpoint, target = os.path.join(self._root, name), os.path.join(self._exports, name)
+        return f"export of step {'?' if step is None else step}, {checkpoint}, to {target} failed"
+
+    def busy(self) -> set[str]:
+        """Return the names of checkpoints that retention must keep for exports. May be called in any thread.
+
+        Raises:
+            OSError: The queue cannot be read.
+        """
+        return self._queue.names()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until all requested exports have ended; return whether they have. Rank 0 waits, others do not.
+
+        Blocks: at most `timeout_s`; None: `WAIT_S`.
+        """
+        deadline = time.monotonic() + (WAIT_S if timeout_s is None else timeout_s)
+        while self.poll():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Let the exporter do what is left, and end. Waits at most `timeout_s` for one that has nothing to do."""
+        has_left = self.poll()
+        if has_left:
+            _log.info("exports to %s go on: %d are left", self._exports, len(self._open))
+        self._process.close(0.0 if has_left else timeout_s)
+
+
+def _exports_of(root: str, to: str | os.PathLike[str] | None) -> str:
+    if to is None and is_url(root):
+        raise ConfigError(
+            "export_every: the root is a URL, and exports write files: give export_to=, a directory", field="export_to"
+        )
+    if to is not None and is_url(str(to)):
+        raise UnsupportedPathError(
+            "export_to is a URL, and exports write files: export to a directory, and copy that with the store's tools",
+            path=str(to).partition("://")[0] + "://",
+        )
+    found = os.path.join(root, EXPORTS_NAME) if to is None else absolute_path(to)
+    if found == root:
+        raise ConfigError(
+            f"export_to={found!r} is the root, where the checkpoints have these names; give another directory",
+            field="export_to",
+            value=found,
+        )
+    return found
+
+
+def _json_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the options of exports, and return those for the exporter as JSON values.
+
+    Raises:
+        ConfigError: One is unknown or invalid.
+    """
+    unknown = sorted(given.keys() - _COMPANIONS - _OPTIONS)
+    if unknown:
+        raise ConfigError(
+            f"export_options has no {unknown[0]!r}; it takes {', '.join(sorted(_COMPANIONS | _OPTIONS))}",
+            field="export_options",
+            value=unknown[0],
+        )
+    found = {name: value for name, value in given.items() if name in _OPTIONS and value is not None}
+    if not isinstance(found.get("key", "x"), str) or found.get("key") == "":
+        raise ConfigError(f"export_options: key={found['key']!r}: expected an FQN, such as 'model'", field="key")
+    if not isinstance(found.get("key_map", {}), Mapping):
+        raise ConfigError(
+            "export_options: key_map is a function, which another process cannot have: give a dict, or rules",
+            field="key_map",
+        )
+    if "key_map" in found:
+        found["key_map"] = dict(found["key_map"])
+    if "rules" in found:
+        found["rules"] = [_rule(rule) for rule in checked_rules(found["rules"])]
+    if "dtype" in found:
+        found["dtype"] = cast_dtype(found["dtype"])
+    if "threads" in found:
+        thread_count(found["threads"])
+    check_arguments("hf", found.get("max_shard_bytes"))
+    return found
+
+
+def _rule(rule: TensorRule) -> dict[str, Any]:
+    return {"sources": rule.sources, "targets": rule.targets, "dim": rule.dim, "stack_dim": rule.stack_dim}

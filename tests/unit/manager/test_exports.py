@@ -1,0 +1,318 @@
+"""Exports of a manager: which checkpoints, in which order, what a kill leaves; without the exporter's own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncckpt
+from asyncckpt import CheckpointManager, RankInfo, SyncCheckpointer, TensorRule
+from asyncckpt.errors import ConfigError, UnsupportedPathError
+from asyncckpt.format.manifest import decode_manifest
+from asyncckpt.format.names import MANIFEST_NAME, converting_name
+from asyncckpt.interop import convert
+from asyncckpt.interop.hf.export import companions_of
+from asyncckpt.manager.export_queue import QUEUE_NAME, ExportQueue
+from asyncckpt.manager.exporter import MAX_ATTEMPTS, Exporter, ExportSettings, encoded_files
+from asyncckpt.manager.exports import ManagerExports
+from tests.warm_python import WarmPython
+
+pytest.importorskip("safetensors")
+
+CONFIG = {"model_type": "small"}
+
+
+class Model(torch.nn.Module):
+    """The second weight is tied to the first."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, width)
+        self.head = torch.nn.Linear(width, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.config = dict(CONFIG)
+
+
+def saved(root: Path, step: int, value: float | None = None) -> str:
+    """Save the model of a step, all of it that number; return the call of its save."""
+    model = Model()
+    torch.nn.init.constant_(model.embed.weight, step if value is None else value)
+    with SyncCheckpointer(rank_info=RankInfo(0, 1), fsync=False, overwrite=True) as checkpointer:
+        checkpointer.save({"model": model.state_dict(), "step": step}, root / f"s{step}", step=step)
+    data = (root / f"s{step}" / MANIFEST_NAME).read_bytes()
+    return decode_manifest(data, MANIFEST_NAME).save_id.call
+
+
+def settings(root: Path, **options: Any) -> ExportSettings:
+    found = companions_of(config=Model())
+    assert found.model is not None
+    return ExportSettings(
+        root=str(root),
+        exports=str(root / "hf"),
+        timeout_s=60.0,
+        options={"key": "model", **options},
+        storage_options={},
+        files=encoded_files(found.files),
+        model=asdict(found.model),
+    )
+
+
+def exported(root: Path) -> dict[str, float]:
+    """Return the first number of each export; each must be complete."""
+    found = {}
+    for name in sorted(os.listdir(root / "hf")):
+        if name != QUEUE_NAME:
+            assert sorted(os.listdir(root / "hf" / name)) == ["config.json", "model.safetensors"]
+            assert json.loads((root / "hf" / name / "config.json").read_text())["architectures"] == ["Model"]
+            state = asyncckpt.load(root / "hf" / name)
+            assert list(state) == ["embed.weight"], "the tied one is written once"
+            found[name] = float(state["embed.weight"][0, 0])
+    return found
+
+
+# ---- which checkpoints ----------------------------------------------------------------------------------------------
+
+
+def exports(tmp_path: Path, every: int = 1000, **changes: Any) -> ManagerExports:
+    arguments = {"to": None, "options": None, "is_leader": False, "timeout_s": 60.0, "storage_options": None, **changes}
+    return ManagerExports(every, str(tmp_path), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("steps", "due"),
+    [
+        ([0, 500, 1000, 1500, 2000], [1000, 2000]),
+        ([370, 740, 1110, 1480, 1850, 2220], [1110, 2220]),
+        ([3500, 3600, 4100], [3500, 4100]),
+        ([1000, 100, 1000], [1000, 1000]),
+    ],
+)
+def test_the_first_save_at_or_after_each_multiple_is_exported(steps: list[int], due: list[int], tmp_path: Path) -> None:
+    one = exports(tmp_path)
+    assert [now for last, now in zip([None, *steps], steps, strict=False) if one.is_due(now, last)] == due
+
+
+# ---- the exporter ---------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_committed_checkpoint_is_exported_and_older_requests_are_given_up(tmp_path: Path) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    for step in (1, 2, 3):
+        queue.add(f"s{step}", step=step, call=saved(tmp_path, step) if step < 3 else "a save in progress")
+    assert queue.names() == {"s1", "s2", "s3"}
+    assert exporter.step(), "the third is left"
+    assert exported(tmp_path) == {"s2": 2.0} and queue.names() == {"s3"}
+    ((key, reason),) = queue.take_failures().items()
+    assert key.startswith("s1.") and "step 2 is newer" in reason
+    assert queue.take_failures() == {}
+
+
+def test_only_the_save_that_was_requested_is_exported_and_replaces_the_earlier_export(tmp_path: Path) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    queue.add("s1", step=1, call=saved(tmp_path, 1))
+    assert not exporter.step()
+    queue.add("s1", step=1, call="of the branch after a rollback")
+    assert exporter.step() and exported(tmp_path) == {"s1": 1.0}
+    queue.add("s1", step=1, call=saved(tmp_path, 1, 7.0))
+    exporter.step()
+    assert exported(tmp_path) == {"s1": 7.0}
+
+
+def test_a_checkpoint_that_cannot_be_exported_is_named_and_the_next_one_is_exported(tmp_path: Path) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    with SyncCheckpointer(rank_info=RankInfo(0, 1), fsync=False) as checkpointer:
+        checkpointer.save({"model": {"other": torch.ones(2)}}, tmp_path / "s1", step=1)
+    queue.add("s1", step=1, call="")
+    assert not exporter.step()
+    assert "UnmatchedTensorsError" in next(iter(queue.take_failures().values()))
+    queue.add("s2", step=2, call=saved(tmp_path, 2))
+    assert not exporter.step() and exported(tmp_path) == {"s2": 2.0}
+
+
+@pytest.mark.parametrize("what", ["shard", "all"])
+def test_a_checkpoint_that_is_removed_while_it_is_exported_leaves_no_export_and_the_next_one_is_made(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    queue.add("s1", step=1, call=saved(tmp_path, 1))
+    write_files = convert.write_files
+
+    def removed(*arguments: Any, **kw: Any) -> Any:
+        for file in (tmp_path / "s1").iterdir():
+            if what == "all" or file.suffix == ".safetensors":
+                file.unlink()
+        return write_files(*arguments, **kw)
+
+    monkeypatch.setattr(convert, "write_files", removed)
+    assert not exporter.step()
+    (reason,) = queue.take_failures().values()
+    assert "Error: " in reason and str(tmp_path / "s1") in reason
+    assert exported(tmp_path) == {} and os.listdir(tmp_path / "hf") == [QUEUE_NAME]
+    monkeypatch.setattr(convert, "write_files", write_files)
+    queue.add("s2", step=2, call=saved(tmp_path, 2))
+    assert not exporter.step() and exported(tmp_path) == {"s2": 2.0}
+
+
+def test_what_an_earlier_training_has_requested_and_never_committed_is_given_up_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = ExportQueue(str(tmp_path / "hf"))
+    queue.add("s1", step=1, call="never committed")
+    exporter = Exporter(settings(tmp_path))
+    assert exporter.step()
+    now = time.time_ns() + 61 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    assert not exporter.step()
+    assert "no committed checkpoint" in next(iter(queue.take_failures().values()))
+
+
+def test_rules_and_a_dtype_reach_the_exporter(tmp_path: Path) -> None:
+    rule = {"sources": "embed.weight", "targets": ["left", "right"], "dim": 1}
+    queue = ExportQueue(str(tmp_path / "hf"))
+    exporter = Exporter(settings(tmp_path, rules=[rule], dtype="bfloat16", key_map={"none": "none"}))
+    queue.add("s1", step=1, call=saved(tmp_path, 1))
+    exporter.step()
+    found = asyncckpt.load(tmp_path / "hf" / "s1")
+    assert found.keys() == {"left", "right"} and found["left"].dtype == torch.bfloat16
+
+
+KILLED = """
+import importlib, os, signal, sys
+from asyncckpt.manager.exporter import Exporter, ExportSettings
+import json
+module, step = importlib.import_module(sys.argv[2]), sys.argv[3]
+def killed(*arguments, **kw):
+    os.kill(os.getpid(), signal.SIGKILL)
+owner, _, name = step.rpartition(".")
+setattr(getattr(module, owner) if owner else module, name, killed)
+Exporter(ExportSettings(**json.load(open(sys.argv[1])))).step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "step", "is_there"),
+    [
+        ("asyncckpt.interop.hf.config_files", "ConfigFiles.paths", False),
+        ("asyncckpt.interop.convert", "verify_structure", False),
+        ("asyncckpt.interop.convert", "verify_bytes", False),
+        ("asyncckpt.interop.convert", "put_into_place", False),
+        ("asyncckpt.interop.publish", "fsync_directory", True),
+        ("asyncckpt.manager.export_queue", "ExportQueue.end", True),
+    ],
+)
+def test_a_kill_leaves_no_export_or_a_complete_one_and_the_next_exporter_goes_on(
+    module: str, step: str, is_there: bool, tmp_path: Path, warm_python: WarmPython
+) -> None:
+    queue, ours = ExportQueue(str(tmp_path / "hf")), settings(tmp_path)
+    queue.add("s1", step=1, call=saved(tmp_path, 1))
+    (tmp_path / "settings.json").write_bytes(ours.encode())
+    done = warm_python.run(KILLED, str(tmp_path / "settings.json"), module, step, timeout_s=60.0)
+    assert done.returncode == -signal.SIGKILL
+    visible = [name for name in os.listdir(tmp_path / "hf") if not name.startswith(".")]
+    assert visible == (["s1"] if is_there else []) and queue.names() == {"s1"}
+    if is_there:
+        assert asyncckpt.load(tmp_path / "hf" / "s1")["embed.weight"][0, 0] == 1
+    assert not Exporter(ours).step()
+    assert exported(tmp_path) == {"s1": 1.0} and queue.take_failures() == {}
+
+
+def test_a_checkpoint_whose_export_kills_is_given_up(tmp_path: Path) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    queue.add("s1", step=1, call=saved(tmp_path, 1))
+    for _ in range(MAX_ATTEMPTS):
+        (job,) = queue.jobs()
+        assert queue.begin(job)
+    assert not exporter.step()
+    assert f"killed {MAX_ATTEMPTS} times" in next(iter(queue.take_failures().values()))
+    assert exported(tmp_path) == {}
+
+
+def test_only_leftovers_of_the_same_checkpoint_are_removed(tmp_path: Path) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    queue.add("s1", step=1, call=saved(tmp_path, 1))
+    other = converting_name("s1.5", "0" * 12)
+    for name in (converting_name("s1", "0" * 12), other):
+        (tmp_path / "hf" / name).mkdir()
+    exporter.step()
+    assert sorted(os.listdir(tmp_path / "hf")) == [QUEUE_NAME, other, "s1"]
+
+
+def test_one_exporter_works_at_a_time(tmp_path: Path) -> None:
+    queue = ExportQueue(str(tmp_path / "hf"))
+    fd = queue.lock()
+    assert fd is not None and queue.lock() is None
+    os.close(fd)
+    again = queue.lock()
+    assert again is not None
+    os.close(again)
+
+
+def test_files_that_are_no_jobs_lead_nowhere(tmp_path: Path) -> None:
+    queue = ExportQueue(str(tmp_path / "hf"))
+    queue.make()
+    place = tmp_path / "hf" / QUEUE_NAME
+    job = json.dumps({"step": 1, "call": "", "created_ns": 1})
+    for name, text in {"...job": job, "a.0.job": "{", "b.0.job": "[]", "c.0.job": "{}", ".job": job}.items():
+        (place / name).write_text(text)
+    assert queue.jobs() == []
+    assert queue.take_failures() == {}
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+def named(tmp_path: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(tmp_path / "runs", checkpointer=SyncCheckpointer(rank_info=RankInfo(0, 1)), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"export_every": 0}, "export_every=0"),
+        ({"export_every": True}, "export_every=True"),
+        ({"export_to": "x"}, "give export_every="),
+        ({"export_every": 1, "export_options": {"overwrite": True}}, "export_options has no 'overwrite'"),
+        ({"export_every": 1, "export_options": {"key": ""}}, "expected an FQN"),
+        ({"export_every": 1, "export_options": {"key_map": str.lower}}, "key_map is a function"),
+        ({"export_every": 1, "export_options": {"rules": [3]}}, "expected objects of TensorRule"),
+        ({"export_every": 1, "export_options": {"dtype": "int8"}}, "dtype='int8'"),
+        ({"export_every": 1, "export_options": {"max_shard_bytes": 0}}, "max_shard_bytes=0"),
+    ],
+)
+def test_arguments_without_sense_are_refused(options: Mapping[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        named(tmp_path, **options)
+
+
+def test_exports_go_to_a_directory_beside_the_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is the root"):
+        exports(tmp_path, to=tmp_path)
+    with pytest.raises(UnsupportedPathError) as caught:
+        exports(tmp_path, to="s3://user:secret@bucket/x")
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="give export_to="):
+        ManagerExports(1, "s3://b/x", None, None, is_leader=True, timeout_s=1.0, storage_options=None)
+
+
+def test_the_model_that_is_saved_gives_the_config_and_without_one_that_is_said_before_the_save(tmp_path: Path) -> None:
+    one = exports(tmp_path, options={"rules": [TensorRule("a", "b")]})
+    one.prepare({"net": torch.nn.parallel.DataParallel(Model()).module, "step": 1})
+    assert one._settings is not None
+    found = json.loads(one._settings)
+    assert found["options"] == {"key": "net", "rules": [{"sources": ["a"], "targets": ["b"], "dim": 0, "stack_dim": 0}]}
+    assert found["model"]["tied"] == {"head.weight": "embed.weight"} and list(found["files"]) == ["config.json"]
+    for state in ({}, {"a": torch.nn.Linear(1, 1)}, {"a": Model(), "b": Model()}):
+        with pytest.raises(ConfigError, match="models that have a config"):
+            exports(tmp_path).prepare(state)
+    with named(tmp_path, export_every=1) as manager, pytest.raises(ConfigError, match="models that have a config"):
+        manager.save(1, {"step": 1})
+    assert not (tmp_path / "runs" / "step-00000001").exists()
