@@ -200,6 +200,10 @@ _MAX_FRAMES = 8
 """Frames between torch's call and the writer's method that are searched: subclasses and wrappers add some."""
 
 
+_STOCKS_ALONE = frozenset({"_extensions", "serialization_format"})
+"""Arguments of torch's `FileSystemWriter` that are refused."""
+
+
 class StorageWriter(TorchStorageWriter, Stager):
     """Write asyncckpt checkpoints with stock `torch.distributed.checkpoint.save` and `async_save`.
 
@@ -268,6 +272,12 @@ class StorageWriter(TorchStorageWriter, Stager):
         self.thread_count, self.per_thread_copy_ahead = thread_count, per_thread_copy_ahead
         self.overwrite = overwrite
         self._files = Files()
+        for name in _STOCKS_ALONE & fields.keys():
+            raise ConfigError(
+                f"{name} is of torch's FileSystemWriter only: the format of asyncckpt's files is fixed, and streams "
+                "that other code transforms could not be verified",
+                field=name,
+            )
         check_keywords(StorageWriter, fields, FIELDS)
         if not use_worker and (endpoint is not None or fields):
             name = "endpoint" if endpoint is not None else sorted(fields)[0]

@@ -460,7 +460,6 @@ def test_the_result_says_what_was_saved_and_where(tmp_path: Path) -> None:
         (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", use_worker=False, **kw), "thread_counts", "thread_count"),
         (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", use_worker=False, **kw), "slot_timeout", "slot_timeout_s"),
         (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", **kw), "over_write", "overwrite"),
-        (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", use_worker=False, **kw), "_extensions", ""),
         (lambda **kw: asyncckpt.dcp.StorageWriter("/tmp/x", **kw), "files_per_rank", ""),
         (lambda **kw: StorageReader("/tmp/x", **kw), "thread", "threads"),
         (asyncckpt.SyncCheckpointer, "files_per_ranks", "files_per_rank"),
@@ -472,6 +471,13 @@ def test_an_unknown_keyword_is_named_with_the_nearest_that_there_is(make: Any, n
         make(**{name: 1})
     assert caught.value.field == name and f"unknown field {name!r}; the nearest is '{nearest}" in str(caught.value)
     assert "is about the worker" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["_extensions", "serialization_format"])
+def test_what_only_stocks_writer_takes_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is of torch's FileSystemWriter only: the format") as caught:
+        StorageWriter(tmp_path, **{name: None})
+    assert caught.value.field == name
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str, str]] = [
