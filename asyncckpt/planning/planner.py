@@ -18,6 +18,7 @@ from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
 from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
 from asyncckpt.format.structure import Box, Structure, TensorEntry, encode_structure
 from asyncckpt.planning.contributions import Contribution, TensorKey
+from asyncckpt.planning.file_groups import grouped_layout
 from asyncckpt.planning.load_balancing import box_of_rows, row_dimension
 from asyncckpt.planning.sample_schedule import SampleSchedule
 from asyncckpt.planning.save_plan import SavePlan, SharedTensor, Signature, TensorBox
@@ -149,6 +150,7 @@ def make_plan(
     max_shard_nbytes: int | None = None,
     known: SavePlan | None = None,
     layout: str = SAFETENSORS,
+    groups_by_size: bool = False,
 ) -> SavePlan:
     """Lay out what this rank writes of `flat`.
 
@@ -161,6 +163,7 @@ def make_plan(
         max_shard_nbytes: Maximum bytes of a shard file; None: no limit.
         known: A plan of the same structure under an earlier agreement. Its layout object is reused if it is unchanged.
         layout: Format of the shard files, one of `format.names.LAYOUTS`.
+        groups_by_size: Whether tensors are grouped as by `file_groups`, in `files_per_rank` files or more.
 
     Raises:
         ConfigError: No number of files is enough for `max_shard_nbytes`.
@@ -187,8 +190,9 @@ def make_plan(
     specs = tuple(_spec(write, n) for write in writes for n in range(len(write.boxes)))
     if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
         return replace(known, agreement=agreement, unagreed=unagreed, shared=shared)
-    build = build_dcp_layout if layout == DCP else build_layout
-    placed = build(specs, n_parts=files_per_rank, max_nbytes=max_shard_nbytes)
+    build = functools.partial(build_dcp_layout if layout == DCP else build_layout, max_nbytes=max_shard_nbytes)
+    grouped = grouped_layout(specs, build, files_per_rank) if groups_by_size else None
+    placed = grouped or build(specs, n_parts=files_per_rank)
     chunks = iter(placed.chunks)
     structure = Structure(
         tree=flat.tree,
@@ -309,9 +313,11 @@ class PlanCache:
         allow_pickle: bool = False,
         max_shard_nbytes: int | None = None,
         layout: str = SAFETENSORS,
+        groups_by_size: bool = False,
     ) -> None:
         self._files_per_rank, self._rank, self.agreement = files_per_rank, rank, agreement
         self._allow_pickle, self._max_shard_nbytes, self._layout = allow_pickle, max_shard_nbytes, layout
+        self._groups_by_size = groups_by_size
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.n_plans_made = 0
 
@@ -376,6 +382,7 @@ class PlanCache:
             max_shard_nbytes=self._max_shard_nbytes,
             known=known,
             layout=self._layout,
+            groups_by_size=self._groups_by_size,
         )
         self.n_plans_made += known is None or made.layout is not known.layout
         return made

@@ -233,6 +233,21 @@ class Store(abc.ABC):
             fsync: Whether the shard must survive a power cut once it is finished.
         """
 
+    def link(self, source: str, target: str, version: str) -> None:
+        """Capability: make an object with the content of another one, without sending its bytes.
+
+        Neither is affected when the other is removed. The name survives a power cut after `sync`.
+
+        Args:
+            source: The other object. Its content is durable.
+            target: Name of the new object, which no other process uses.
+            version: `version` in the result of `stat(source)` when its content was known.
+
+        Raises:
+            OSError: It has changed, does not exist, or cannot be linked. `target` does not exist, or as before.
+        """
+        raise UnsupportedByStoreError("links", source)
+
     @abc.abstractmethod
     def remove(self, name: str) -> None:
         """Remove an object.

@@ -82,6 +82,18 @@ class ObjectStore(Store):
             path, image, offset, nbytes, open_upload=self._open_upload, stat=self.stat, secrets=self._secrets
         )
 
+    def link(self, source: str, target: str, version: str) -> None:
+        """Implement `Store.link`: the store copies the object by itself. S3 does so up to 5 GB."""
+        found = self.stat(source)
+        if found.version != version:
+            raise OSError(errno.ESTALE, "it has changed since it was written", source)
+        with self._os_errors(source):
+            self._client.copy(self._key(source), self._key(target))
+        copied = self.stat(target)
+        if copied.nbytes != found.nbytes:
+            self.remove_quietly(target)
+            raise OSError(errno.EREMOTEIO, f"the copy has {copied.nbytes} bytes, expected {found.nbytes}", target)
+
     def _open_upload(self, name: str, part_nbytes: int, at_a_time: int) -> Any:
         from obstore import open_writer
 
@@ -346,6 +358,10 @@ class ListedStore(Store):
         if self._covers(name) and name not in self._found:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name)
         return self._below.read_whole(name, max_nbytes)
+
+    def link(self, source: str, target: str, version: str) -> None:
+        """Forward to the wrapped store."""
+        self._below.link(source, target, version)
 
     def remove(self, name: str) -> None:
         """Forward to the wrapped store."""
