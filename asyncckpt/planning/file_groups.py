@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncckpt.basics.limits import MAX_PARTS
-from asyncckpt.format.layout import BoxSpec, Layout, PartLayout
+from asyncckpt.format.layout import PAGE_NBYTES, SMALL_HEADER_UNIT, BoxSpec, Layout, PartLayout
 from asyncckpt.format.structure import Chunk
 
 MAX_SIZES = 64
@@ -25,8 +25,11 @@ MAX_FILES_BY_SIZE = 64
 """The tensors of one size are divided over files of this many bytes, or larger ones if it would take more than this
 many files for all tensors. Chosen."""
 
-Build = Callable[[Sequence[BoxSpec]], Layout]
-"""Returns the layout of boxes in one file, or in a few."""
+PAGES_FROM_NBYTES = 1 << 20
+"""Groups with fewer bytes have headers of whole `SMALL_HEADER_UNIT`, others of whole pages."""
+
+Build = Callable[[Sequence[BoxSpec], int], Layout]
+"""Returns the layout of boxes in one file, or in a few. Second argument: `header_unit` of `format.layout`."""
 
 
 def group_by_size(sizes: Sequence[int], n_files: int = 1) -> list[list[int]]:
@@ -76,10 +79,11 @@ def grouped_layout(specs: Sequence[BoxSpec], build: Build, n_files: int) -> Layo
     parts: list[PartLayout] = []
     chunks: dict[int, Chunk] = {}
     for group in group_by_size([spec.nbytes for spec in specs], n_files):
-        placed = build([specs[n] for n in group])
-        chunks.update(
-            (n, chunk._replace(part=len(parts) + chunk.part)) for n, chunk in zip(group, placed.chunks, strict=True)
-        )
+        members = [specs[n] for n in group]
+        is_small = sum(spec.nbytes for spec in members) < PAGES_FROM_NBYTES
+        placed = build(members, SMALL_HEADER_UNIT if is_small else PAGE_NBYTES)
+        for n, chunk in zip(group, placed.chunks, strict=True):
+            chunks[n] = chunk._replace(part=len(parts) + chunk.part)
         parts += placed.parts
     if len(parts) > MAX_PARTS:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import add
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.dcp import build_dcp_layout, room_for_dcp
-from asyncckpt.format.layout import BoxSpec, build_layout, room_for
+from asyncckpt.format.layout import BoxSpec, Layout, build_layout, room_for
 from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
 from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
 from asyncckpt.format.structure import Box, Structure, TensorEntry, encode_structure
@@ -190,9 +190,7 @@ def make_plan(
     specs = tuple(_spec(write, n) for write in writes for n in range(len(write.boxes)))
     if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
         return replace(known, agreement=agreement, unagreed=unagreed, shared=shared)
-    build = functools.partial(build_dcp_layout if layout == DCP else build_layout, max_nbytes=max_shard_nbytes)
-    grouped = grouped_layout(specs, build, files_per_rank) if groups_by_size else None
-    placed = grouped or build(specs, n_parts=files_per_rank)
+    placed = _placed(specs, files_per_rank, max_shard_nbytes, layout, groups_by_size=groups_by_size)
     chunks = iter(placed.chunks)
     structure = Structure(
         tree=flat.tree,
@@ -221,6 +219,20 @@ def make_plan(
         unagreed=unagreed,
         shared=shared,
     )
+
+
+def _placed(
+    specs: Sequence[BoxSpec], n_files: int, max_nbytes: int | None, layout: str, *, groups_by_size: bool
+) -> Layout:
+    def build(members: Sequence[BoxSpec], header_unit: int) -> Layout:
+        if layout == DCP:
+            return build_dcp_layout(members, max_nbytes=max_nbytes)
+        return build_layout(members, max_nbytes=max_nbytes, header_unit=header_unit)
+
+    grouped = grouped_layout(specs, build, n_files) if groups_by_size else None
+    if grouped is not None:
+        return grouped
+    return (build_dcp_layout if layout == DCP else build_layout)(specs, n_parts=n_files, max_nbytes=max_nbytes)
 
 
 def _room_for(write: TensorWrite, max_nbytes: int, layout: str) -> int:
