@@ -150,7 +150,7 @@ def make_plan(
     max_shard_nbytes: int | None = None,
     known: SavePlan | None = None,
     layout: str = SAFETENSORS,
-    groups_by_size: bool = False,
+    groups_by_role: bool = False,
 ) -> SavePlan:
     """Lay out what this rank writes of `flat`.
 
@@ -163,7 +163,7 @@ def make_plan(
         max_shard_nbytes: Maximum bytes of a shard file; None: no limit.
         known: A plan of the same structure under an earlier agreement. Its layout object is reused if it is unchanged.
         layout: Format of the shard files, one of `format.names.LAYOUTS`.
-        groups_by_size: Whether tensors are grouped as by `file_groups`, in `files_per_rank` files or more.
+        groups_by_role: Whether tensors are grouped by `file_groups`, in `files_per_rank` files or more.
 
     Raises:
         ConfigError: No number of files is enough for `max_shard_nbytes`.
@@ -190,7 +190,7 @@ def make_plan(
     specs = tuple(_spec(write, n) for write in writes for n in range(len(write.boxes)))
     if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
         return replace(known, agreement=agreement, unagreed=unagreed, shared=shared)
-    placed = _placed(specs, files_per_rank, max_shard_nbytes, layout, groups_by_size=groups_by_size)
+    placed = _placed(specs, files_per_rank, max_shard_nbytes, layout, groups_by_role=groups_by_role)
     chunks = iter(placed.chunks)
     structure = Structure(
         tree=flat.tree,
@@ -222,14 +222,14 @@ def make_plan(
 
 
 def _placed(
-    specs: Sequence[BoxSpec], n_files: int, max_nbytes: int | None, layout: str, *, groups_by_size: bool
+    specs: Sequence[BoxSpec], n_files: int, max_nbytes: int | None, layout: str, *, groups_by_role: bool
 ) -> Layout:
     def build(members: Sequence[BoxSpec], header_unit: int) -> Layout:
         if layout == DCP:
             return build_dcp_layout(members, max_nbytes=max_nbytes)
         return build_layout(members, max_nbytes=max_nbytes, header_unit=header_unit)
 
-    grouped = grouped_layout(specs, build, n_files) if groups_by_size else None
+    grouped = grouped_layout(specs, build, n_files) if groups_by_role else None
     if grouped is not None:
         return grouped
     return (build_dcp_layout if layout == DCP else build_layout)(specs, n_parts=n_files, max_nbytes=max_nbytes)
@@ -325,11 +325,11 @@ class PlanCache:
         allow_pickle: bool = False,
         max_shard_nbytes: int | None = None,
         layout: str = SAFETENSORS,
-        groups_by_size: bool = False,
+        groups_by_role: bool = False,
     ) -> None:
         self._files_per_rank, self._rank, self.agreement = files_per_rank, rank, agreement
         self._allow_pickle, self._max_shard_nbytes, self._layout = allow_pickle, max_shard_nbytes, layout
-        self._groups_by_size = groups_by_size
+        self._groups_by_role = groups_by_role
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.n_plans_made = 0
 
@@ -394,7 +394,7 @@ class PlanCache:
             max_shard_nbytes=self._max_shard_nbytes,
             known=known,
             layout=self._layout,
-            groups_by_size=self._groups_by_size,
+            groups_by_role=self._groups_by_role,
         )
         self.n_plans_made += known is None or made.layout is not known.layout
         return made

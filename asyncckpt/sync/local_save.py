@@ -70,7 +70,7 @@ class LocalSave:
             allow_pickle=config.allow_pickle,
             max_shard_nbytes=config.max_shard_bytes,
             layout=config.layout,
-            groups_by_size=config.reuse == "auto",
+            groups_by_role=config.reuse == "auto",
         )
         self._files, self._history = files, ShardHistory()
         self._made: list[str] = []
