@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_samples import RecordingFiles, Snapshot, manifest_of, shard_paths
+from storage_samples import RecordingFiles, Snapshot, manifest_of
 
 from asyncckpt.basics.failpoints import observed
 from asyncckpt.format.names import SaveId
@@ -174,9 +174,10 @@ def check_holds(path: str, snapshot: Snapshot) -> None:
     verdict = verify_checkpoint(path, Files())
     assert verdict.faults == [] and verdict.contents is not None
     assert verdict.contents.manifest.save_id == snapshot.save_id
+    shards = verdict.contents.ranks[0].index.shards  # beside files of other saves
     for fqn, value in snapshot.values.items():
         ((_, chunk),) = verdict.contents.tensors[fqn].chunks
-        data = Path(shard_paths(path)[chunk.part]).read_bytes()
+        data = Path(path, shards[chunk.part].name).read_bytes()
         assert data[chunk.offset_bytes : chunk.offset_bytes + chunk.nbytes] == value
 
 
