@@ -42,7 +42,7 @@ from asyncckpt.storage.local import store_over
 from asyncckpt.storage.reuse.shard_history import ShardHistory, WrittenShard
 from asyncckpt.storage.reuse.unchanged import UnchangedShards
 from asyncckpt.storage.shard_writer import Image, ShardWriter, is_page_aligned, shards_print
-from asyncckpt.storage.store import Store
+from asyncckpt.storage.store import Store, UnknownOutcomeError
 
 EXTENT_NBYTES = 16 << 20
 """Most bytes of one write, whole blocks. 4 to 64 MiB reach the same speed on the machines measured so far."""
@@ -301,11 +301,16 @@ class RankWriter:
 
     def _link_unchanged(self, pool: Executor) -> None:
         """Link the shards that are unchanged, and take them from what is to be written."""
-        written = [] if self._history is None else self._history.shards(self.save_id, self.request.rank)
-        if not written:
+        if self._history is None:
             return
-        unchanged = UnchangedShards(self.shards, written, self._store, durable=self.request.fsync, check=self.check)
-        linked = unchanged.link(pool, self._threads)
+        written, durable = self._history.shards(self.save_id, self.request.rank), self.request.fsync
+        try:
+            unchanged = UnchangedShards(self.shards, written, self._store, durable=durable, check=self.check)
+            linked = unchanged.link(pool, self._threads)
+        except UnknownOutcomeError:
+            # It may be the same with the next save: that one writes everything.
+            self._history.forget(self.save_id, self.request.rank)
+            raise
         self._todo = [extent for extent in self._todo if extent[0] not in linked]
         self._remaining.update(dict.fromkeys(linked, 0))
 

@@ -70,6 +70,11 @@ class ShardHistory:
                 _, forgotten = self._ranks.popitem(last=False)
                 nbytes -= sum(shard.history_nbytes for save in forgotten for shard in save)
 
+    def forget(self, save_id: SaveId, rank: int) -> None:
+        """Forget the rank in the run of `save_id`, so that its next save writes everything."""
+        with self._lock:
+            self._ranks.pop((save_id.run_id, rank), None)
+
     def shards(self, save_id: SaveId, rank: int) -> list[WrittenShard]:
         """Return the shards of the last saves of the rank in the run of `save_id`, the newest save's first."""
         with self._lock:

@@ -6,6 +6,7 @@ notice damage; but a new value that is taken for an old one is lost, and nothing
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,12 +16,26 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.storage.reuse.shard_history import WrittenShard
 from asyncckpt.storage.shard_writer import PRINT_NBYTES, ShardWriter
-from asyncckpt.storage.store import Store, for_each
+from asyncckpt.storage.store import Store, UnknownOutcomeError, for_each
 
 EXTENT_NBYTES = 64 * BLOCK_NBYTES
 """Bytes that a thread compares at a time. Chosen: 2 ms."""
 
 _logger = logging.getLogger("asyncckpt.storage")
+
+
+_EXPECTED = frozenset({errno.ENOENT, errno.ESTALE, errno.EFBIG})
+"""Errors of a link that say nothing about the storage: the file is gone, was changed, or is too large."""
+
+_told: set[int | None] = set()
+
+
+def _tell(path: str, error: OSError) -> None:
+    """Log that a shard is written although it is unchanged: once a process for each errno that is not expected."""
+    is_told = error.errno in _EXPECTED or error.errno in _told
+    _told.add(error.errno)
+    level = logging.DEBUG if is_told else logging.WARNING
+    _logger.log(level, "%s is written although it is unchanged, since it cannot be linked: %s", path, error)
 
 
 class UnchangedShards:
@@ -59,6 +74,7 @@ class UnchangedShards:
             The numbers of the linked shards. The others are to be written.
 
         Raises:
+            UnknownOutcomeError: A file may come to have the name of a shard, so that it cannot be written.
             Exception: As `check`.
 
         Blocks: for the comparison, which reads the image only, and for the links. When it returns or raises, no thread
@@ -123,8 +139,11 @@ class UnchangedShards:
             reach("shard: linking")
             try:
                 self._store.link(source.path, shard.path, source.version)
+            except UnknownOutcomeError:
+                shard.created = True  # so that it is removed with the others
+                raise
             except OSError as error:
-                _logger.debug("%s is written, since it cannot be linked to %s: %s", shard.path, source.path, error)
+                _tell(shard.path, error)
             else:
                 shard.take(source.origin, source.digests, source.prints)
                 reach("shard: linked")

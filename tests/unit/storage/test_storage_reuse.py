@@ -17,13 +17,16 @@ from storage_samples import FailingFiles, RecordingFiles, Snapshot, flip_byte, m
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, index_name
+from asyncckpt.storage import rank_writer
 from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.recovery import resume_rank_files
+from asyncckpt.storage.reuse import unchanged
 from asyncckpt.storage.reuse.shard_history import ShardHistory, WrittenShard
+from asyncckpt.storage.store import UnknownOutcomeError
 from asyncckpt.storage.verification import verify_checkpoint
 
 RUN = "0123456789ab"
@@ -160,6 +163,39 @@ def test_a_link_that_was_made_although_the_call_failed_is_one(tmp_path: Path) ->
     files = FailingFiles(errno.ETIMEDOUT, wanted=links_of_shards, late=True)
     assert save(tmp_path, 1, history, files).reused_nbytes > 0
     assert files.failed == "link" and linked(tmp_path, 1) == [BASE]
+
+
+class UnknownStore(LocalStore):
+    """One whose links may still be made after they have failed."""
+
+    def link(self, source: str, target: str, version: str) -> None:
+        raise UnknownOutcomeError(errno.EREMOTEIO, "no answer", target)
+
+
+def test_a_link_that_may_still_be_made_ends_the_save_and_the_next_writes_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = ShardHistory()
+    save(tmp_path, 0, history)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_writer, "store_over", lambda files, umask: UnknownStore(files, umask=umask))
+        with pytest.raises(UnknownOutcomeError):
+            save(tmp_path, 1, history)
+        assert shard_paths(str(tmp_path / "step-1")) == []
+        assert save(tmp_path, 2, history).reused_nbytes == 0
+    assert save(tmp_path, 3, history).reused_nbytes > 0
+
+
+def test_that_links_are_refused_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unchanged, "_told", set())
+    history = ShardHistory()
+    for number in range(4):
+        code = (errno.EPERM, errno.EPERM, errno.EPERM, errno.ENOENT)[number]
+        save(tmp_path, number, history, FailingFiles(code, wanted=links_of_shards))
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "cannot be linked" in warnings[0].getMessage()
 
 
 def base_file(root: Path, number: int) -> str:
