@@ -16,7 +16,7 @@ SAVES_PER_RANK = 2
 """If the newest save of a rank has failed, its files are gone, and those of the save before are still linked."""
 
 MAX_HISTORY_NBYTES = 64 << 20
-"""Maximum bytes of checksums and fingerprints in memory: 24 for each block of a shard, so 700 GB of shards."""
+"""Maximum bytes of checksums and fingerprints in memory: 24 for each block of a shard, so 700 GB of shards. Chosen."""
 
 
 class WrittenShard(NamedTuple):
@@ -50,7 +50,7 @@ class ShardHistory:
     """The shards of the last saves of each rank of each run. May be used from several threads.
 
     Args:
-        max_nbytes: Maximum bytes in memory. The ranks that have not saved for the longest time are forgotten first.
+        max_nbytes: Maximum bytes in memory. If it is reached, the last saves of all ranks are kept longest.
     """
 
     def __init__(self, max_nbytes: int = MAX_HISTORY_NBYTES) -> None:
@@ -65,10 +65,17 @@ class ShardHistory:
             saves = self._ranks.pop(key, None) or deque(maxlen=SAVES_PER_RANK)
             saves.append(tuple(shards))
             self._ranks[key] = saves
-            nbytes = sum(shard.history_nbytes for saves in self._ranks.values() for save in saves for shard in save)
-            while nbytes > self._max_nbytes:
-                _, forgotten = self._ranks.popitem(last=False)
-                nbytes -= sum(shard.history_nbytes for save in forgotten for shard in save)
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Forget saves until the limit is kept: first those that are not the last ones of their rank, then ranks."""
+        nbytes = sum(_nbytes_of(save) for saves in self._ranks.values() for save in saves)
+        for saves in self._ranks.values():
+            if nbytes > self._max_nbytes and len(saves) > 1:
+                nbytes -= _nbytes_of(saves.popleft())
+        while nbytes > self._max_nbytes:
+            _, forgotten = self._ranks.popitem(last=False)
+            nbytes -= sum(map(_nbytes_of, forgotten))
 
     def forget(self, save_id: SaveId, rank: int) -> None:
         """Forget the rank in the run of `save_id`, so that its next save writes everything."""
@@ -79,3 +86,7 @@ class ShardHistory:
         """Return the shards of the last saves of the rank in the run of `save_id`, the newest save's first."""
         with self._lock:
             return [shard for save in reversed(self._ranks.get((save_id.run_id, rank), ())) for shard in save]
+
+
+def _nbytes_of(save: tuple[WrittenShard, ...]) -> int:
+    return sum(shard.history_nbytes for shard in save)

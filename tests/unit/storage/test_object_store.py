@@ -767,7 +767,7 @@ ANSWERS = {
 def test_a_copy_that_has_failed_is_told_from_one_that_may_still_be_made(store: ObjectStore, text: str) -> None:
     store.put("s3://bucket/a", b"content")
     failing = ObjectStore("s3://bucket", client=Copying(store._client, text))
-    with pytest.raises(OSError, match="status code|sending") as caught:
+    with pytest.raises(OSError, match=r"status code|sending") as caught:
         failing.link("s3://bucket/a", "s3://bucket/b", store.stat("s3://bucket/a").version)
     assert isinstance(caught.value, UnknownOutcomeError) == ANSWERS[text]
 

@@ -391,12 +391,14 @@ def test_a_history_has_the_last_two_saves_of_a_rank_the_newest_first() -> None:
     assert history.shards(save_id(9), 1) == history.shards(save_id(9, "ba9876543210"), 0) == []
 
 
-def test_a_history_has_bounded_memory_and_forgets_who_has_not_saved_for_longest() -> None:
+def test_a_history_has_bounded_memory_and_keeps_the_last_save_of_each_rank_longest() -> None:
     history = ShardHistory(max_nbytes=24 * 100)
-    for rank in (0, 1, 0, 2):
-        history.add(save_id(rank), rank, [shard(rank, 25)])
-    assert [len(history.shards(save_id(0), rank)) for rank in range(3)] == [2, 1, 1]
-    history.add(save_id(3), 3, [shard(3, 25)])
-    assert [len(history.shards(save_id(0), rank)) for rank in range(4)] == [2, 0, 1, 1]
-    history.add(save_id(4), 4, [shard(4, 101)])
-    assert [len(history.shards(save_id(0), rank)) for rank in range(5)] == [0] * 5
+
+    def add(rank: int, n_blocks: int = 25) -> list[int]:
+        history.add(save_id(rank), rank, [shard(rank, n_blocks)])
+        return [len(history.shards(save_id(0), rank)) for rank in range(6)]
+
+    assert [add(rank) for rank in (0, 1, 0, 2)][-1] == [2, 1, 1, 0, 0, 0]
+    assert add(3) == [1, 1, 1, 1, 0, 0], "the save before the last of rank 0 goes first"
+    assert add(4) == [1, 0, 1, 1, 1, 0], "then the rank that has not saved for longest"
+    assert add(5, 101) == [0] * 6
