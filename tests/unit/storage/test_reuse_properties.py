@@ -81,13 +81,13 @@ class Root:
     """A directory of checkpoints, and what must be in it.
 
     Attributes:
-        standing: Path -> the save that must be committed there, and its values.
+        expected: Path -> the save that must be committed there, and its values.
         n_linked: Shards that were linked.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.standing: dict[str, tuple[SaveId, Values]] = {}
+        self.expected: dict[str, tuple[SaveId, Values]] = {}
         self.n_linked = 0
         self._count = 0
         self._history = ShardHistory()
@@ -97,7 +97,7 @@ class Root:
         """Save, undisturbed or not; `over`: replace an earlier checkpoint of the run, if there is one."""
         self._count += 1
         save_id = SaveId(1 + run, self._count, RUNS[run])
-        older = [path for path, (found, _) in self.standing.items() if found.run_id == RUNS[run]]
+        older = [path for path, (found, _) in self.expected.items() if found.run_id == RUNS[run]]
         path = older[visit % len(older)] if over and older else str(self.path / f"step-{self._count}")
 
         def write(resumed: bool = False) -> None:
@@ -116,7 +116,7 @@ class Root:
             write()
         found = found_at(path, self._store)
         if found is not None and found.state == COMMITTED and found.manifest and found.manifest.save_id == save_id:
-            self.standing[path] = (save_id, values)
+            self.expected[path] = (save_id, values)
         else:
             assert how in ("killed", "failed")
 
@@ -133,9 +133,9 @@ class Root:
 
     def retain(self, number: int) -> None:
         """Remove one checkpoint, whichever it is."""
-        if self.standing:
-            path = sorted(self.standing)[number % len(self.standing)]
-            save_id, _ = self.standing.pop(path)
+        if self.expected:
+            path = sorted(self.expected)[number % len(self.expected)]
+            save_id, _ = self.expected.pop(path)
             assert remove_checkpoint(path, save_id, self._store, package="test")
 
     def collect(self) -> None:
@@ -152,12 +152,12 @@ class Root:
         for path in map(str, self.path.iterdir()):
             found = found_at(path, self._store)
             is_listed = found is not None and found.state == COMMITTED
-            assert is_listed == (path in self.standing)
+            assert is_listed == (path in self.expected)
             if is_listed:
-                save_id, values = self.standing[path]
+                save_id, values = self.expected[path]
                 with snapshot_of(save_id, values) as snapshot:
                     check_holds(path, snapshot)
-        assert all(map(os.path.isdir, self.standing))
+        assert all(map(os.path.isdir, self.expected))
 
 
 def snapshot_of(save_id: SaveId, values: Values) -> Snapshot:
