@@ -563,7 +563,7 @@ def _write(
 
 
 _STAGER_FIELDS = frozenset(
-    {"staging", "overlap_check", "layout", "files_per_rank", "max_shard_bytes", "fsync", "write_threads"}
+    {"staging", "overlap_check", "layout", "files_per_rank", "max_shard_bytes", "reuse", "fsync", "write_threads"}
 )
 _KEPT_FIELDS = frozenset({"allow_pickle", "on_error", "worker_shutdown_timeout_s", "rank_info", "storage_options"})
 """Fields that still have an effect with a custom process: those of the checkpointer, its reader and its stager."""

@@ -91,6 +91,10 @@ class CheckpointerConfig:
         files_per_rank: Shard files to spread the tensors of a rank over, balanced by bytes, largest first. Default: 1.
         max_shard_bytes: Upper bound in bytes for one shard file: more files are written, and larger tensors are cut
             between rows. None: no limit. Default: None.
+        reuse: "auto": tensors that have not changed since the previous save, such as a frozen base model, are not
+            written again. They lie in files of their own, to which the next checkpoint has hard links (in an object
+            store: copies that the store makes). What is unchanged, checksums of the staged bytes tell. States that go
+            through the memory in segments are always written. "off": write everything. Default: "off".
         use_pinned_memory: True: pin the memory that GPU tensors are copied into, once. False: copies are slower, and
             overlapped ones are made by a thread, for which `step()` waits as on the CPU. Default: True.
         use_non_blocking_copy: True: copies from GPUs run while the CPU goes on, and `step()` waits on the GPU. False:
@@ -136,6 +140,7 @@ class CheckpointerConfig:
     layout: str = "safetensors"
     files_per_rank: int = 1
     max_shard_bytes: int | None = None
+    reuse: str = "off"
     use_pinned_memory: bool = True
     use_non_blocking_copy: bool = True
     allow_pickle: bool = False
@@ -260,6 +265,7 @@ _CHOICES = {
     "on_error": ("warn", "raise"),
     "replicated": ("check", "assume"),
     "layout": ("safetensors", "dcp"),
+    "reuse": ("off", "auto"),
 }
 _INTEGERS = {
     "slots": (1, MAX_SLOTS),

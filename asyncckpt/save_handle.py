@@ -26,9 +26,10 @@ class SaveReport:
         seconds: Seconds per phase: "plan", "acquire", "copy", "seal", "write", "commit" as far as they are known, and
             "total" since `save()` was called.
         details: Further facts. "direct": O_DIRECT was used. "ring_nbytes": the state was larger than
-            `arena_limit_bytes`, and was copied in segments through a ring of so many bytes. If all tensors of a
-            committed save are bit for bit those that the run has committed at another step: "same_tensors_as_step" is
-            that step, and "unchanged" says that the other leaves are equal too, except for the step.
+            `arena_limit_bytes`, and was copied in segments through a ring of so many bytes. "reused_nbytes", with
+            `reuse="auto"`: so many of this rank's bytes were linked instead of written. If all tensors of a committed
+            save are bit for bit those that the run has committed at another step: "same_tensors_as_step" is that step,
+            and "unchanged" says that the other leaves are equal too, except for the step.
     """
 
     save_id: str

@@ -85,9 +85,12 @@ MIRRORS: Group = {
 }  # fmt: skip
 """tests/fault/test_mirror_kills.py."""
 
+REUSED: Group = {"unchanged shards": ("shard: linking", "shard: linked")}
+"""tests/fault/test_failpoints_reuse.py."""
+
 GROUPS: Sequence[Group] = (
     STREAMED_BY_TRAINER, STREAMED_BY_WORKER, RESUMED, SENT, HANDED_OVER, LOADS, RESTORES, RECALLS, DEVICES, COMPARED,
-    RANKS, WORKERS, LINKS, MOUNTS, MIRRORS,
+    RANKS, WORKERS, LINKS, MOUNTS, MIRRORS, REUSED,
 )  # fmt: skip
 
 

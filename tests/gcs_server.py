@@ -75,7 +75,7 @@ class _Bucket:
             if "uploads" in query or "uploadId" in query:
                 return self._upload(method, key, query, body)
             if method == "PUT":
-                return self._put(key, headers, body)
+                return self._put(key, headers, self._copied(headers) if "x-goog-copy-source" in headers else body)
             found = self._objects.get(key)
             if found is None:
                 raise _RefusedError(404, "NoSuchKey")
@@ -83,6 +83,13 @@ class _Bucket:
                 del self._objects[key]
                 return _Answer(204)
             return _read(found, headers.get("range", ""))
+
+    def _copied(self, headers: Mapping[str, str]) -> bytes:
+        """Return the content of the object in this bucket that a request asks to copy."""
+        found = self._objects.get(unquote(headers["x-goog-copy-source"]).lstrip("/").partition("/")[2])
+        if found is None:
+            raise _RefusedError(404, "NoSuchKey")
+        return found.data
 
     def _put(self, key: str, headers: Mapping[str, str], data: bytes) -> _Answer:
         expected = headers.get("x-goog-if-generation-match")

@@ -42,12 +42,15 @@ class FaultyProxy:
         fault: May be replaced at any time.
         seen: (method, path) of each request.
         nbytes_read: Bytes of the bodies that were passed back.
+        nbytes_sent: Bytes of the bodies that were passed on.
+        refuses_copies: Whether the answer to a request to copy an object is 403.
     """
 
     def __init__(self, upstream: str) -> None:
         self.fault: Fault = lambda method, path: ""
         self.seen: list[tuple[str, str]] = []
-        self.nbytes_read = 0
+        self.nbytes_read = self.nbytes_sent = 0
+        self.refuses_copies = False
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler(urlsplit(upstream).netloc))
         self._server.daemon_threads = True
         self._server.block_on_close = False
@@ -72,7 +75,8 @@ class FaultyProxy:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 path = unquote(self.path)  # obstore quotes every sign of a name in GCS
                 proxy.seen.append((self.command, path))
-                fault = proxy.fault(self.command, path)
+                is_copy = any(name.lower() == "x-amz-copy-source" for name in self.headers)
+                fault = REFUSED if is_copy and proxy.refuses_copies else proxy.fault(self.command, path)
                 if fault == RESET:
                     return self._reset()
                 if fault in (BUSY, REFUSED):
@@ -89,6 +93,7 @@ class FaultyProxy:
                     response = connection.getresponse()
                     data = response.read()
                     proxy.nbytes_read += len(data)
+                    proxy.nbytes_sent += len(body)
                 finally:
                     connection.close()
                 if fault == LOST:

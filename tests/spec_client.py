@@ -18,7 +18,7 @@ import msgpack
 import xxhash
 import zmq
 
-PROTOCOL_VERSION, SLOT_VERSION, PAGE = 13, 6, 4096
+PROTOCOL_VERSION, SLOT_VERSION, PAGE = 14, 6, 4096
 EMPTY, OPEN, SEALED = 0, 1, 2
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ENDED = ("committed", "failed", "unknown", "abandoned")
@@ -139,6 +139,6 @@ def request_of(save_id: str, path: str, shard: bytes, shape: list[int], step: in
         "objects": json.dumps(objects).encode(), "n_tensors": 1, "metadata": '{"by": "the SPEC"}', "fsync": True,
         "overwrite": False, "umask": 0o077, "write_threads": 0, "package": "spec", "commit_timeout_s": 60,
         "hook_timeout_s": 0, "plan": "", "samples": b"", "changed": False, "layout": "safetensors",
-        "ring_segments": 0, "ring_segment_nbytes": 0, "mirror": "",
+        "ring_segments": 0, "ring_segment_nbytes": 0, "mirror": "", "reuse": False,
     }  # fmt: skip
     return bytes(msgpack.packb(request))

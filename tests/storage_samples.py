@@ -22,6 +22,7 @@ from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.rank_writer import RankResult, RankWriter
+from asyncckpt.storage.reuse.shard_history import ShardHistory
 
 SAVE_ID = SaveId(1, 0, "0123456789ab")
 OTHER_ID = SaveId(1, 1, "0123456789ab")
@@ -95,10 +96,12 @@ class Snapshot:
         files: Files | None = None,
         check: Callable[[], None] = lambda: None,
         threads: int = 2,
+        history: ShardHistory | None = None,
         **changes: Any,
     ) -> RankWriter:
         """Return what writes this snapshot's files to `path`, which exists."""
-        return RankWriter(self.request(path, **changes), self.image, files or Files(), check=check, threads=threads)
+        request = self.request(path, reuse=history is not None, **changes)
+        return RankWriter(request, self.image, files or Files(), check=check, threads=threads, history=history)
 
     def write(self, path: str, *args: Any, **kw: Any) -> RankResult:
         """Write this snapshot's files; arguments as `writer`."""

@@ -61,6 +61,8 @@ POINTS: Mapping[str, str] = {
     "directory: made": "the checkpoint's directory is there and its name flushed",
     "mount: probed": "what a mount can do is known, and the files that found it out are about to be removed",
     "shard: created": "a shard file is there, empty",
+    "shard: linking": "the bytes of a shard are those of a file of an earlier save, it has no name in this save",
+    "shard: linked": "that file has a name in this save too, which is not flushed",
     "shard: reserved": "its disk space is reserved",
     "shard: extent written": "one more extent is written, not flushed",
     "segment: written": "one more segment is written, the counter does not say so",

@@ -35,11 +35,19 @@ MAX_BLOCK_NBYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardRecord:
-    """A shard file: name, exact length in bytes, and one 8-byte checksum per block, concatenated."""
+    """A shard file.
+
+    Attributes:
+        name: Its name.
+        nbytes: Its exact length.
+        digests: One 8-byte checksum per block, concatenated.
+        origin: The save whose ID is in the file, if it is linked to a file of that save; else None.
+    """
 
     name: str
     nbytes: int
     digests: bytes
+    origin: SaveId | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +103,9 @@ def encode_index(index: RankIndex) -> bytes:
             "items": [index.items.name, index.items.nbytes, index.items.checksum],
             MUST: ["layout"],
         }
+    if any(shard.origin is not None for shard in index.shards):
+        document["origins"] = [None if s.origin is None else str(s.origin) for s in index.shards]
+        document[MUST] = [*document.get(MUST, []), "origins"]
     return bytes(msgpack.packb(document))
 
 
@@ -114,7 +125,7 @@ def decode_index(data: bytes) -> RankIndex:
         raw = unpack_strict(data)
         if not isinstance(raw, dict):
             raise ValueError(f"expected a map, found {type(raw).__name__}")
-        check_version(raw, "asyncckpt_index", INDEX_VERSION, what="index", known=("layout",))
+        check_version(raw, "asyncckpt_index", INDEX_VERSION, what="index", known=("layout", "origins"))
         return _checked_index(raw)
     except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
         if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
@@ -133,6 +144,7 @@ def _checked_index(raw: dict[str, Any]) -> RankIndex:
     if len(list_of(raw["shards"])) > MAX_PARTS:
         raise ValueError(f"{len(raw['shards'])} shards, the limit is {MAX_PARTS}")
     layout = layout_of(raw)
+    origins = _checked_origins(raw)
     shards = []
     for part, (name, nbytes, digests) in enumerate(map(list_of, raw["shards"])):
         if name != shard_name(save_id, rank, part, layout):
@@ -140,7 +152,7 @@ def _checked_index(raw: dict[str, Any]) -> RankIndex:
         _check_length(nbytes)
         if not isinstance(digests, bytes) or len(digests) != -(-nbytes // block_nbytes) * DIGEST_NBYTES:
             raise ValueError(f"the checksums of shard {name} do not fit its {nbytes} bytes")
-        shards.append(ShardRecord(name=name, nbytes=nbytes, digests=digests))
+        shards.append(ShardRecord(name=name, nbytes=nbytes, digests=digests, origin=origins[part]))
     if not isinstance(raw["structure"], bytes):
         raise ValueError(f"`structure` is of type {type(raw['structure']).__name__}, expected bytes")
     return RankIndex(
@@ -154,6 +166,13 @@ def _checked_index(raw: dict[str, Any]) -> RankIndex:
         layout=layout,
         items=_checked_record(raw["items"], items_name(save_id, rank)) if layout == DCP else None,
     )
+
+
+def _checked_origins(raw: dict[str, Any]) -> list[SaveId | None]:
+    given = list_of(raw.get("origins", (None,) * len(raw["shards"])))
+    if len(given) != len(raw["shards"]):
+        raise ValueError(f"`origins` has {len(given)} members, there are {len(raw['shards'])} shards")
+    return [None if origin is None else SaveId.parse(origin) for origin in given]
 
 
 def _checked_record(raw: Any, expected: str) -> ObjectsRecord:

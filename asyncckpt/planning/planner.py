@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import add
 from typing import Any, NamedTuple
@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.dcp import build_dcp_layout, room_for_dcp
-from asyncckpt.format.layout import BoxSpec, build_layout, room_for
+from asyncckpt.format.layout import BoxSpec, Layout, build_layout, room_for
 from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
 from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
 from asyncckpt.format.structure import Box, Structure, TensorEntry, encode_structure
 from asyncckpt.planning.contributions import Contribution, TensorKey
+from asyncckpt.planning.file_groups import grouped_layout
 from asyncckpt.planning.load_balancing import box_of_rows, row_dimension
 from asyncckpt.planning.sample_schedule import SampleSchedule
 from asyncckpt.planning.save_plan import SavePlan, SharedTensor, Signature, TensorBox
@@ -149,6 +150,7 @@ def make_plan(
     max_shard_nbytes: int | None = None,
     known: SavePlan | None = None,
     layout: str = SAFETENSORS,
+    groups_by_role: bool = False,
 ) -> SavePlan:
     """Lay out what this rank writes of `flat`.
 
@@ -161,6 +163,7 @@ def make_plan(
         max_shard_nbytes: Maximum bytes of a shard file; None: no limit.
         known: A plan of the same structure under an earlier agreement. Its layout object is reused if it is unchanged.
         layout: Format of the shard files, one of `format.names.LAYOUTS`.
+        groups_by_role: Whether tensors are grouped by `file_groups`, in `files_per_rank` files or more.
 
     Raises:
         ConfigError: No number of files is enough for `max_shard_nbytes`.
@@ -187,8 +190,7 @@ def make_plan(
     specs = tuple(_spec(write, n) for write in writes for n in range(len(write.boxes)))
     if known is not None and (known.boxes, known.specs, known.names) == (boxes, specs, names):
         return replace(known, agreement=agreement, unagreed=unagreed, shared=shared)
-    build = build_dcp_layout if layout == DCP else build_layout
-    placed = build(specs, n_parts=files_per_rank, max_nbytes=max_shard_nbytes)
+    placed = _placed(specs, files_per_rank, max_shard_nbytes, layout, groups_by_role=groups_by_role)
     chunks = iter(placed.chunks)
     structure = Structure(
         tree=flat.tree,
@@ -217,6 +219,20 @@ def make_plan(
         unagreed=unagreed,
         shared=shared,
     )
+
+
+def _placed(
+    specs: Sequence[BoxSpec], n_files: int, max_nbytes: int | None, layout: str, *, groups_by_role: bool
+) -> Layout:
+    def build(members: Sequence[BoxSpec], header_unit: int) -> Layout:
+        if layout == DCP:
+            return build_dcp_layout(members, max_nbytes=max_nbytes)
+        return build_layout(members, max_nbytes=max_nbytes, header_unit=header_unit)
+
+    grouped = grouped_layout(specs, build, n_files) if groups_by_role else None
+    if grouped is not None:
+        return grouped
+    return (build_dcp_layout if layout == DCP else build_layout)(specs, n_parts=n_files, max_nbytes=max_nbytes)
 
 
 def _room_for(write: TensorWrite, max_nbytes: int, layout: str) -> int:
@@ -309,9 +325,11 @@ class PlanCache:
         allow_pickle: bool = False,
         max_shard_nbytes: int | None = None,
         layout: str = SAFETENSORS,
+        groups_by_role: bool = False,
     ) -> None:
         self._files_per_rank, self._rank, self.agreement = files_per_rank, rank, agreement
         self._allow_pickle, self._max_shard_nbytes, self._layout = allow_pickle, max_shard_nbytes, layout
+        self._groups_by_role = groups_by_role
         self._plans: OrderedDict[int, SavePlan] = OrderedDict()
         self.n_plans_made = 0
 
@@ -376,6 +394,7 @@ class PlanCache:
             max_shard_nbytes=self._max_shard_nbytes,
             known=known,
             layout=self._layout,
+            groups_by_role=self._groups_by_role,
         )
         self.n_plans_made += known is None or made.layout is not known.layout
         return made

@@ -63,6 +63,7 @@ class SaveRequest:
         layout: Layout of the shard files, one of `LAYOUTS`.
         ring_segments, ring_segment_nbytes: Number and size of the ring's cells (memory/SPEC.md section 5); 0: no ring.
         mirror: Where the checkpoint is copied to once it is committed; "": nowhere.
+        reuse: Whether shards that are unchanged are linked to files of earlier saves instead of written.
     """
 
     save_id: str
@@ -89,6 +90,7 @@ class SaveRequest:
     ring_segments: int = 0
     ring_segment_nbytes: int = 0
     mirror: str = ""
+    reuse: bool = False
 
 
 def encode_request(request: SaveRequest) -> bytes:
@@ -173,6 +175,7 @@ _CHECKS: dict[str, check.Check] = {
     "ring_segments": check.uint,
     "ring_segment_nbytes": check.uint,
     "mirror": check.path_or_none,
+    "reuse": check.flag,
 }
 
 

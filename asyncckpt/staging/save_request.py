@@ -107,6 +107,7 @@ def build_request(
         changed=report.changed,
         layout=config.layout,
         mirror=mirror,
+        reuse=config.reuse == "auto",
     )
 
 

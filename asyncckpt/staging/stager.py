@@ -96,6 +96,7 @@ class SlotStager(CheckpointStager):
             allow_pickle=config.allow_pickle,
             max_shard_nbytes=config.max_shard_bytes,
             layout=config.layout,
+            groups_by_role=config.reuse == "auto",
         )
         self.overlap = overlap or Overlap(config)
         self._engine = engine or CopyEngine(config)

@@ -179,6 +179,11 @@ class Contents:
     tensors: dict[str, SavedTensor]
     source: ForeignSource | None = None
 
+    @property
+    def reused_nbytes(self) -> int:
+        """Bytes of its shards that were written by earlier saves."""
+        return sum(s.nbytes for rank in self.ranks for s in rank.index.shards if s.origin is not None)
+
 
 def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
     """Return the error of a damaged file of the checkpoint at `path`."""

@@ -165,6 +165,29 @@ class LocalStore(Store):
             files=self.files,
         )
 
+    def link(self, source: str, target: str, version: str) -> None:
+        """Implement `Store.link`: make a hard link, if the file has the permission bits that new files get."""
+        before = self.files.lstat(source)
+        if _entry(source, before).version != version or not stat.S_ISREG(before.st_mode):
+            raise OSError(errno.ESTALE, "it has changed since it was written", source)
+        if stat.S_IMODE(before.st_mode) & 0o777 != self._mode:
+            raise OSError(errno.EPERM, "it has other permission bits than new files get", source)
+        try:
+            self.files.link(source, target)
+        except OSError:
+            # On network file systems, a link may have been made although the call fails.
+            if not self._is_same_file(target, before):
+                raise
+        if not self._is_same_file(target, before) or self.stat(target).version != version:
+            self.remove_quietly(target)
+            raise OSError(errno.ESTALE, "it was replaced while it was linked", source)
+
+    def _is_same_file(self, name: str, found: os.stat_result) -> bool:
+        try:
+            return os.path.samestat(self.files.lstat(name), found)
+        except OSError:
+            return False
+
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
         """Implement `Store.put_if_absent`: write and flush a temporary file, flush the directory, make a link.
 

@@ -39,8 +39,10 @@ from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import refuse_foreign_metadata, refuse_other_commits
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
+from asyncckpt.storage.reuse.shard_history import ShardHistory, WrittenShard
+from asyncckpt.storage.reuse.unchanged import UnchangedShards
 from asyncckpt.storage.shard_writer import Image, ShardWriter, is_page_aligned, shards_print
-from asyncckpt.storage.store import Store
+from asyncckpt.storage.store import Store, UnknownOutcomeError
 
 EXTENT_NBYTES = 16 << 20
 """Most bytes of one write, whole blocks. 4 to 64 MiB reach the same speed on the machines measured so far."""
@@ -66,6 +68,7 @@ class RankResult:
         seconds: Seconds by phase: `write` (shards, fsync included), `fsync` (fsync of shards, summed over the files),
             `index` (all other files).
         direct: Whether all shards were written with O_DIRECT.
+        reused_nbytes: Bytes of the shards that are linked to files of earlier saves. `nbytes` includes them.
         dcp: In layout "dcp" the rank's structure and the table of its items, for `format.dcp.metadata_of`.
         shards_print: Fingerprint of the shards (`shard_writer.shards_print`).
         rest_print: Fingerprint of all else that the rank saves, added by the worker.
@@ -76,6 +79,7 @@ class RankResult:
     nbytes: int
     seconds: dict[str, float]
     direct: bool
+    reused_nbytes: int = 0
     dcp: tuple[bytes, bytes] | None = None
     shards_print: bytes = b""
     rest_print: bytes = b""
@@ -135,6 +139,8 @@ class RankWriter:
         check: Called before and after each extent, and before the end; raises if the image may not be used any more.
         threads: Number of writing threads.
         progress: Called from several threads with the number of bytes of each extent that was written.
+        history: What this process has written. If the request says so, shards that are unchanged are linked to it, and
+            what is written is added. None: everything is written, and nothing remembered.
     """
 
     def __init__(
@@ -146,9 +152,11 @@ class RankWriter:
         check: Callable[[], None] = lambda: None,
         threads: int = DEFAULT_THREADS,
         progress: Callable[[int], None] = lambda nbytes: None,
+        history: ShardHistory | None = None,
     ) -> None:
         self.request, self.image, self.files, self.check = request, image, files, check
         self.save_id = SaveId.parse(request.save_id)
+        self._history = history if request.reuse else None
         self._store = store_over(files, umask=request.umask)
         self._write_s = 0.0
         aligned = is_page_aligned(image)
@@ -163,6 +171,8 @@ class RankWriter:
             )
             for part, (offset, nbytes) in enumerate(request.parts)
         ]
+        for shard in self.shards if self._history is not None else ():
+            shard.keep_prints()
         self.dcp: tuple[bytes, bytes] | None = None
         self._items = b""
         self.small = SmallFiles(request, self.save_id, self._store)
@@ -236,15 +246,33 @@ class RankWriter:
             "fsync": sum(s.fsync_s for s in self.shards),
             "index": time.perf_counter() - started,
         }
-        direct = all(s.direct for s in self.shards)
+        direct = all(s.direct for s in self.shards if s.origin is None)
+        self._remember()
         return RankResult(
             record=record,
             nbytes=record.nbytes,
             seconds=seconds,
             direct=direct,
+            reused_nbytes=sum(s.nbytes for s in self.shards if s.origin is not None),
             dcp=self.dcp,
             shards_print=shards_print(self.shards),
         )
+
+    def _remember(self) -> None:
+        """Add the shards to the history. IMPORTANT: only once they are complete, and flushed if the request says so."""
+        written = []
+        for shard in self.shards if self._history is not None else ():
+            if shard.prints is None:
+                return
+            try:
+                version = self._store.stat(shard.path).version
+            except OSError:
+                continue
+            origin, durable = shard.origin or self.save_id, self.request.fsync
+            digests, prints = bytes(shard.digests), bytes(shard.prints)
+            written.append(WrittenShard(shard.path, shard.nbytes, origin, durable, version, digests, prints))
+        if self._history is not None:
+            self._history.add(self.save_id, self.request.rank, written)
 
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:
@@ -258,6 +286,7 @@ class RankWriter:
     def _write_shards(self, pool: Executor) -> None:
         for number in range(len(self.shards)):
             self._check_image(number)
+        self._link_unchanged(pool)
         futures: list[Future[None]] = []
         try:
             for _ in range(min(self._threads, len(self._todo)) - 1):
@@ -269,6 +298,21 @@ class RankWriter:
             raise self._error
         if any(self._remaining.values()):
             raise AssertionError("some extents were not written, and no error was raised")
+
+    def _link_unchanged(self, pool: Executor) -> None:
+        """Link the shards that are unchanged, and take them from what is to be written."""
+        if self._history is None:
+            return
+        written, durable = self._history.shards(self.save_id, self.request.rank), self.request.fsync
+        try:
+            unchanged = UnchangedShards(self.shards, written, self._store, durable=durable, check=self.check)
+            linked = unchanged.link(pool, self._threads)
+        except UnknownOutcomeError:
+            # It may be the same with the next save: that one writes everything.
+            self._history.forget(self.save_id, self.request.rank)
+            raise
+        self._todo = [extent for extent in self._todo if extent[0] not in linked]
+        self._remaining.update(dict.fromkeys(linked, 0))
 
     def _end(self, futures: list[Future[None]]) -> None:
         """Stop all writes, wait for the other threads, and close open files."""
@@ -328,7 +372,7 @@ class RankWriter:
         started = time.perf_counter()
         self.small.replace_existing()
         for shard in self.shards:
-            shard.created = self.request.world_size == 1
+            shard.created, shard.prints = self.request.world_size == 1, None
         with self._removed_on_failure():
             for shard in self.shards:
                 begun = time.perf_counter()
@@ -351,7 +395,8 @@ class RankWriter:
             checksum=file_checksum(request.objects),
         )
         shards = tuple(
-            ShardRecord(name=os.path.basename(s.path), nbytes=s.nbytes, digests=bytes(s.digests)) for s in self.shards
+            ShardRecord(name=os.path.basename(s.path), nbytes=s.nbytes, digests=bytes(s.digests), origin=s.origin)
+            for s in self.shards
         )
         return encode_index(
             RankIndex(

@@ -398,7 +398,7 @@ class ShardFile:
     def __init__(
         self, path: str, shard: ShardRecord, save_id: SaveId | None, files: Files, *, read_ahead: bool = False
     ) -> None:
-        self.name, self.nbytes = shard.name, shard.nbytes
+        self.name, self.nbytes, self._origin = shard.name, shard.nbytes, shard.origin
         self._directory, self._files = path, files
         self._path = os.path.join(path, shard.name)
         self._flags = os.O_RDONLY | (os.O_NOFOLLOW if save_id is not None else 0)
@@ -439,9 +439,10 @@ class ShardFile:
             self._files.preadv(self._fd, [marker], SAVE_ID_OFFSET)
         except OSError as error:
             raise named(error, self._path, "reading its save id") from error
-        if bytes(marker) != save_id_bytes(save_id):
+        expected = self._origin or save_id
+        if bytes(marker) != save_id_bytes(expected):
             raise self._corrupt(
-                f"it has save id {bytes(marker).decode('ascii', 'replace')!r}, expected {save_id}: it is a file of "
+                f"it has save id {bytes(marker).decode('ascii', 'replace')!r}, expected {expected}: it is a file of "
                 "another checkpoint, or damaged",
                 offset=SAVE_ID_OFFSET,
                 nbytes=SAVE_ID_NBYTES,

@@ -16,8 +16,9 @@ from concurrent.futures import Executor
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest
+from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_digest
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
+from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId, temporary_dcp_metadata_name, temporary_manifest_name
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import is_finished, manifest_or_error
@@ -110,15 +111,12 @@ def _keep(writer: RankWriter) -> RankResult:
 
 def _find_shards_by_index(writer: RankWriter) -> bool:
     """Do what `_find_shards` does, but take the checksums from the index instead of the image."""
-    files = writer.files
+    found = _index_of_whole_shards(writer)
+    if found is None:
+        return False
     try:
-        found = read_small_file(files, writer.small.paths[0], MAX_INDEX_NBYTES)
         stated = [shard.digests for shard in decode_index(found).shards]
-        for shard in writer.shards:
-            status = files.lstat(shard.path)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != shard.nbytes:
-                return False
-    except (FileNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
+    except (CorruptCheckpointError, UnsupportedFormatError):
         return False
     if [len(digests) for digests in stated] != [len(shard.digests) for shard in writer.shards]:
         return False
@@ -133,21 +131,48 @@ def _find_shards(writer: RankWriter) -> bool:
     Raises:
         OSError: A file cannot be read, so it is unknown.
     """
+    found = _index_of_whole_shards(writer)
+    if found is None:
+        return False
+    origins = _origins_in(found, len(writer.shards))
+    for shard, (offset, nbytes), origin in zip(writer.shards, writer.request.parts, origins, strict=True):
+        shard.origin = origin
+        shard.digests[:] = _digests(writer, offset, nbytes, origin)
+    if writer.index() == found:
+        return True
+    for shard in writer.shards:
+        shard.origin = None
+    return False
+
+
+def _index_of_whole_shards(writer: RankWriter) -> bytes | None:
+    """Return the index that a dead process has written; None: there is none, or a shard does not have its length."""
     files = writer.files
     try:
         found = read_small_file(files, writer.small.paths[0], MAX_INDEX_NBYTES)
         for shard in writer.shards:
             status = files.lstat(shard.path)
             if not stat.S_ISREG(status.st_mode) or status.st_size != shard.nbytes:
-                return False
+                return None
     except FileNotFoundError:
-        return False
-    for shard, (offset, nbytes) in zip(writer.shards, writer.request.parts, strict=True):
-        shard.digests[:] = _digests(writer, offset, nbytes)
-    return writer.index() == found
+        return None
+    return found
 
 
-def _digests(writer: RankWriter, offset: int, nbytes: int) -> bytes:
+def _origins_in(index: bytes, n_shards: int) -> list[SaveId | None]:
+    """Return for each shard the save whose ID is in the file if it is linked, as an index of a dead process says.
+
+    What it says is not believed: the caller compares the whole index with the one that the image gives.
+    """
+    try:
+        origins = [shard.origin for shard in decode_index(index).shards]
+    except (CorruptCheckpointError, UnsupportedFormatError):
+        origins = []
+    return origins if len(origins) == n_shards else [None] * n_shards
+
+
+def _digests(writer: RankWriter, offset: int, nbytes: int, origin: SaveId | None) -> bytes:
+    """Return the checksums of the blocks of a shard; of a linked one, with the save ID that is in its file."""
     found = bytearray()
     for start in range(0, nbytes, EXTENT_NBYTES):
         writer.check()
@@ -155,6 +180,11 @@ def _digests(writer: RankWriter, offset: int, nbytes: int) -> bytes:
             for at in range(0, len(view), BLOCK_NBYTES):
                 with view[at : at + BLOCK_NBYTES] as block:
                     found += block_digest(block)
+    if origin is not None:
+        with writer.image[offset : offset + min(BLOCK_NBYTES, nbytes)] as view:
+            first = bytearray(view)
+        first[SAVE_ID_OFFSET : SAVE_ID_OFFSET + SAVE_ID_NBYTES] = save_id_bytes(origin)
+        found[:DIGEST_NBYTES] = block_digest(first)
     writer.check()
     return bytes(found)
 

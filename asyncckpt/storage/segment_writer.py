@@ -20,6 +20,7 @@ from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
+from asyncckpt.storage.reuse.shard_history import ShardHistory
 from asyncckpt.storage.shard_writer import ShardWriter
 
 IDLE_EXIT_S = 0.05
@@ -85,6 +86,7 @@ class SegmentWriter(RankWriter):
         slot: The bytes of the slot, page-aligned.
         source: Provides the segments.
         files, check, threads, progress: As of `RankWriter`.
+        history: As of `RankWriter`, but nothing is linked: segments are written before all bytes are there.
     """
 
     # Numbers of filled segments go to `_ready`, from which the calling thread and the helper threads of the pool take
@@ -101,10 +103,11 @@ class SegmentWriter(RankWriter):
         check: Callable[[], None] = lambda: None,
         threads: int = DEFAULT_THREADS,
         progress: Callable[[int], None] = lambda nbytes: None,
+        history: ShardHistory | None = None,
     ) -> None:
         self._source, self._segments = source, source.layout.segments
         image = StreamedImage(slot, source.layout)
-        super().__init__(request, image, files, check=check, threads=threads, progress=progress)
+        super().__init__(request, image, files, check=check, threads=threads, progress=progress, history=history)
         self._changed = threading.Condition(self._lock)
         self._ready: deque[int] = deque()
         self._written = [False] * len(self._segments)

@@ -25,6 +25,7 @@ import xxhash
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up
+from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import Files, apply_mode, await_seen, fsync_file, named, write_all
 
 
@@ -58,6 +59,11 @@ def is_page_aligned(image: Image) -> bool:
 
 PRINT_NBYTES = 16
 """Bytes of a fingerprint: xxh3_128. Different snapshots have the same one with a probability of 2**-128."""
+
+
+def block_print(block: memoryview) -> bytes:
+    """Return the fingerprint of a block of a shard, but not of its first. Releases the GIL."""
+    return xxhash.xxh3_128_digest(block)
 
 
 def first_block_print(block: memoryview) -> bytes:
@@ -96,9 +102,11 @@ class ShardWriter(abc.ABC):
     Attributes:
         extent_nbytes_total: Length of all extents together: `nbytes`, or whole pages if O_DIRECT may be used.
         direct: Whether O_DIRECT is used.
-        created: Whether the file was created, or the upload begun.
+        created: Whether the file was created or linked, or the upload begun.
         digests: One checksum per block, filled in by `write_extent`.
         first: `first_block_print` of the first block, set by `write_extent`.
+        prints: Fingerprints of the blocks, one after the other, filled in by `write_extent`; None: not wanted.
+        origin: The save whose ID is in the file, if the file is linked to one of that save; else None.
         fsync_s: Seconds spent in fsync.
     """
 
@@ -110,6 +118,8 @@ class ShardWriter(abc.ABC):
         self.created = False
         self.digests = bytearray(block_count(nbytes) * DIGEST_NBYTES)
         self.first = b""
+        self.prints: bytearray | None = None
+        self.origin: SaveId | None = None
         self.fsync_s = 0.0
         self._image, self._offset = image, offset
 
@@ -133,8 +143,34 @@ class ShardWriter(abc.ABC):
                     self.digests[where : where + DIGEST_NBYTES] = known.get(number) or block_digest(block)
                     if where == 0:
                         self.first = first_block_print(block)
+                    if self.prints is not None:
+                        found = block_print(block) if number else self.first
+                        self.prints[number * PRINT_NBYTES : (number + 1) * PRINT_NBYTES] = found
             self._write(view, start)
         reach("shard: extent written")
+
+    def keep_prints(self) -> None:
+        """Make `write_extent` fill in `prints`."""
+        self.prints = bytearray(block_count(self.nbytes) * PRINT_NBYTES)
+
+    def block_print(self, number: int) -> bytes:
+        """Return the fingerprint of a block of the image; that of the first is without the save ID."""
+        start = number * BLOCK_NBYTES
+        end = min(start + BLOCK_NBYTES, self.nbytes)
+        with self._image[self._offset + start : self._offset + end] as block:
+            return block_print(block) if number else first_block_print(block)
+
+    def take(self, origin: SaveId, digests: bytes, prints: bytes) -> None:
+        """Record that the file is linked to a complete one, instead of being written.
+
+        Args:
+            origin: The save whose ID is in the file.
+            digests: The checksums of its blocks.
+            prints: The fingerprints of its blocks.
+        """
+        self.created = True
+        self.origin, self.digests, self.prints = origin, bytearray(digests), bytearray(prints)
+        self.first = prints[:PRINT_NBYTES]
 
     @abc.abstractmethod
     def _open(self) -> None:

@@ -6,7 +6,7 @@ only after a commit.
 
     FileNotFoundError      there is no such object, or nothing below such a prefix
     FileExistsError        a condition is not fulfilled: the name exists, or the object was changed
-    UnknownOutcomeError    the store failed, and a conditional put may have taken effect or not
+    UnknownOutcomeError    the store failed, and a conditional put or a link may have taken effect or not
     UnsupportedByStoreError   the store lacks a capability
     OSError                a call failed, by its errno; nothing was changed
 
@@ -49,7 +49,7 @@ R = TypeVar("R")
 
 
 class UnknownOutcomeError(OSError):
-    """A conditional put failed, and it is unknown whether it has taken effect.
+    """A conditional put or a link failed, and it is unknown whether it has taken effect, or still will.
 
     `shows_itself`: it has taken effect if the object is there.
     """
@@ -232,6 +232,22 @@ class Store(abc.ABC):
             aligned: Whether `image` and `offset` are page-aligned.
             fsync: Whether the shard must survive a power cut once it is finished.
         """
+
+    def link(self, source: str, target: str, version: str) -> None:
+        """Capability: make an object with the content of another one, without sending its bytes.
+
+        Neither is affected when the other is removed. The name survives a power cut after `sync`.
+
+        Args:
+            source: The other object. Its content is durable.
+            target: Name of the new object, which no other process uses.
+            version: `version` in the result of `stat(source)` when its content was known.
+
+        Raises:
+            UnknownOutcomeError: `target` may come to exist, now or later.
+            OSError: It has changed, does not exist, or cannot be linked. `target` does not exist, or as before.
+        """
+        raise UnsupportedByStoreError("links", source)
 
     @abc.abstractmethod
     def remove(self, name: str) -> None:

@@ -41,6 +41,7 @@ from asyncckpt.storage.files import Files, save_failure
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
+from asyncckpt.storage.reuse.shard_history import ShardHistory
 from asyncckpt.storage.store import Store
 
 _log = logging.getLogger("asyncckpt.sync")
@@ -69,8 +70,9 @@ class LocalSave:
             allow_pickle=config.allow_pickle,
             max_shard_nbytes=config.max_shard_bytes,
             layout=config.layout,
+            groups_by_role=config.reuse == "auto",
         )
-        self._files = files
+        self._files, self._history = files, ShardHistory()
         self._made: list[str] = []
         self._memory: PrivateStagingBuffer | None = None
         self._image: SlotImage | None = None
@@ -158,9 +160,13 @@ class LocalSave:
                 metadata=kw.get("metadata"),
             )
             threads = request.write_threads or DEFAULT_THREADS
-            result = RankWriter(request, buffer.mapping.view(), self._files_at(request.path), threads=threads).write(
-                self._pool
-            )
+            result = RankWriter(
+                request,
+                buffer.mapping.view(),
+                self._files_at(request.path),
+                threads=threads,
+                history=self._history,
+            ).write(self._pool)
         return request, replace(result, seconds={"copy": copied, **result.seconds})
 
     def ask_hook(self, path: str, save_id: SaveId, step: int, extra: Mapping[str, Any]) -> None:

@@ -57,9 +57,10 @@ class SyncWriter(CheckpointWriter):
         if self._steps.ranks.rank.rank == 0:
             self._steps.clean_up(path, save_id)
         seconds = {**result.seconds, "total": time.perf_counter() - began}
-        return SaveReport(
-            save_id=str(save_id), nbytes=result.nbytes, seconds=seconds, details={"direct": result.direct}
-        )
+        details: dict[str, Any] = {"direct": result.direct}
+        if self._steps.config.reuse != "off":
+            details["reused_nbytes"] = result.reused_nbytes
+        return SaveReport(save_id=str(save_id), nbytes=result.nbytes, seconds=seconds, details=details)
 
     def _write_alone(
         self, state_dict: Mapping[str, Any], path: str, kw: Mapping[str, Any], extra: Mapping[str, Any]

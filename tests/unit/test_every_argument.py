@@ -41,6 +41,7 @@ SYNC_FIELDS = {
     "max_shard_bytes",
     "allow_pickle",
     "layout",
+    "reuse",
     "write_threads",
     "storage_options",
 }

@@ -493,11 +493,13 @@ class JobRunner:
             "nbytes": result.nbytes,
             "direct": result.direct,
         }
+        if action.request.reuse:
+            report["reused_nbytes"] = result.reused_nbytes
         if action.request.ring_segments:
             report["ring_nbytes"] = action.request.ring_segments * action.request.ring_segment_nbytes
         if action.resumed:
             report["kept"] = kept
-        self._count("written_nbytes", 0 if kept else result.nbytes)
+        self._count("written_nbytes", 0 if kept else result.nbytes - result.reused_nbytes)
         return ev.Written(now=time.monotonic(), key=action.key, result=result, report=report)
 
     def _commit(self, action: ac.Commit) -> ev.Published:

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
+from typing import Any
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import ProtocolError, SaveFailedError
 from asyncckpt.format.coverage import Tally
+from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.memory.streaming import Counters, StreamLayout
@@ -21,6 +23,7 @@ from asyncckpt.protocol.request import SaveRequest, decode_request
 from asyncckpt.storage.files import Files, step_and_rank
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, EXTENT_NBYTES, RankResult, RankWriter
 from asyncckpt.storage.recovery import keep_ring_files
+from asyncckpt.storage.reuse.shard_history import ShardHistory
 from asyncckpt.storage.segment_writer import SegmentWriter, StreamedImage
 from asyncckpt_worker.core.actions import Write
 from asyncckpt_worker.io.content_digest import rest_print
@@ -61,8 +64,11 @@ def write_streamed(
     pool: Executor,
     threads: int = DEFAULT_THREADS,
     progress: Callable[[int], None] = lambda nbytes: None,
+    history: ShardHistory | None = None,
 ) -> tuple[RankResult, bool]:
     """Write one rank's files while its slot is filled. A ring of a dead worker: keep its files if complete.
+
+    If there may be unchanged shards to link, wait until a whole slot is sealed: they cannot be told before.
 
     Returns:
         The result, and whether the shards were kept.
@@ -79,14 +85,17 @@ def write_streamed(
     try:
         reach("stream: begun")
         kept = False
+        save_id = SaveId.parse(job.request.save_id)
+        how: dict[str, Any] = {"check": source.check, "threads": threads, "progress": progress}
         if job.resumed:
             # IMPORTANT: nothing is removed here: a leader on another node may be committing these files.
             result, kept = _finished(source, view, files), True
+        elif job.request.ring_segments:
+            result = SegmentWriter(job.request, view, source, files, **how).write(pool, source.final)
+        elif job.request.reuse and history is not None and history.shards(save_id, job.request.rank):
+            result = RankWriter(source.final(), view, files, history=history, **how).write(pool)
         else:
-            writer = SegmentWriter(
-                job.request, view, source, files, check=source.check, threads=threads, progress=progress
-            )
-            result = writer.write(pool, source.final)
+            result = SegmentWriter(job.request, view, source, files, history=history, **how).write(pool, source.final)
         return replace(result, rest_print=rest_print(source.request), tally=source.tally), kept
     finally:
         view.release()

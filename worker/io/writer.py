@@ -32,6 +32,7 @@ from asyncckpt.storage.locate import files_at
 from asyncckpt.storage.mounts.probe import is_native
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 from asyncckpt.storage.recovery import is_committed, resume_rank_files
+from asyncckpt.storage.reuse.shard_history import ShardHistory
 from asyncckpt.storage.store import DirectoryIdentity, Store
 from asyncckpt_worker.core.actions import Commit, Prepare, ScanLineage, Write
 from asyncckpt_worker.core.events import SaveKey
@@ -75,6 +76,7 @@ class Writer:
         self._roots = tuple(roots)
         self.threads = max(threads or DEFAULT_THREADS, MIN_THREADS)
         self._written: dict[SaveKey, list[int]] = {}
+        self._history = ShardHistory()
 
     def _files_at(self, path: str) -> Files:
         return files_at(path, files=self._files)
@@ -171,6 +173,7 @@ class Writer:
                         pool=pool,
                         threads=threads,
                         progress=progress,
+                        history=self._history,
                     )
 
                 def check() -> None:
@@ -179,7 +182,15 @@ class Writer:
 
                 view = memory.mapping.view()
                 try:
-                    writer = RankWriter(request, view, files, check=check, threads=threads, progress=progress)
+                    writer = RankWriter(
+                        request,
+                        view,
+                        files,
+                        check=check,
+                        threads=threads,
+                        progress=progress,
+                        history=self._history,
+                    )
                     result, kept = resume_rank_files(writer, pool) if job.resumed else (writer.write(pool), False)
                 finally:
                     view.release()

@@ -1,6 +1,7 @@
 """Show the disk usage of the checkpoints in a directory, the largest first: the size of their files, and the disk space
 that they occupy. The disk space is larger if space was reserved, and smaller if files have holes or share blocks.
-Unfinished saves are included; `asyncckpt gc` removes them.
+SHARED is the disk space of files that other checkpoints have too (`reuse="auto"`), so that removing this one alone does
+not free it; the totals count it once. Unfinished saves are included; `asyncckpt gc` removes them.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit code 4 if there is no such directory."""
     root, files = existing_directory(args.root)
-    rows = [_row(found, files) for found in scan(root, store_over(files), recursive=args.recursive)]
+    counted: set[tuple[int, int]] = set()
+    rows = [_row(found, files, counted) for found in scan(root, store_over(files), recursive=args.recursive)]
     rows.sort(key=lambda row: (-row["allocated_nbytes"], row["path"]))
     totals = {state: Counter[str]() for state in sorted({row["state"] for row in rows})}
     for row in rows:
-        counts = {name: row[name] for name in ("files", "nbytes", "allocated_nbytes")}
-        totals[row["state"]].update(counts, checkpoints=1)
+        counts = {name: row[name] for name in ("files", "nbytes", "shared_nbytes")}
+        totals[row["state"]].update(counts, allocated_nbytes=row.pop("first_nbytes"), checkpoints=1)
     facts = {"root": root, "checkpoints": rows, "totals": totals}
-    header = ("STATE", "STEP", "FILES", "SIZE", "ON DISK", "PATH")
+    header = ("STATE", "STEP", "FILES", "SIZE", "ON DISK", "SHARED", "PATH")
     print_rows(args, facts, header, [_cells(row) for row in rows], nothing_found(args, "no checkpoints"))
     for state, total in totals.items() if not args.json else ():
         hint = "" if state == COMMITTED else "; asyncckpt gc can remove unfinished saves"
@@ -43,10 +45,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
-    return [row["state"], row["step"], row["files"], human(row["nbytes"]), human(row["allocated_nbytes"]), row["path"]]
+    sizes = [human(row[name]) for name in ("nbytes", "allocated_nbytes", "shared_nbytes")]
+    return [row["state"], row["step"], row["files"], *sizes, row["path"]]
 
 
-def _row(found: Found, files: Files) -> dict[str, Any]:
+def _row(found: Found, files: Files, counted: set[tuple[int, int]]) -> dict[str, Any]:
+    """Describe a checkpoint.
+
+    Args:
+        found: The checkpoint.
+        files: The `Files` to read with.
+        counted: Device and inode of the files of several names that other rows have; those of this one are added. Its
+            `first_nbytes` is the disk space without them.
+    """
     seen: list[os.stat_result] = []
     unreadable = 0
     try:
@@ -61,12 +72,18 @@ def _row(found: Found, files: Files) -> dict[str, Any]:
         except OSError:
             unreadable += 1
     regular = [one for one in seen if stat.S_ISREG(one.st_mode)]
+    shared = {(one.st_dev, one.st_ino): one.st_blocks * 512 for one in regular if one.st_nlink > 1}
+    allocated = sum(one.st_blocks * 512 for one in regular)
+    elsewhere = sum(nbytes for key, nbytes in shared.items() if key in counted)
+    counted.update(shared)
     return {
         "path": found.path,
         "state": found.state,
         "step": found.manifest.step if found.manifest else None,
         "files": len(regular),
         "nbytes": sum(one.st_size for one in regular),
-        "allocated_nbytes": sum(one.st_blocks * 512 for one in regular),
+        "allocated_nbytes": allocated,
+        "shared_nbytes": sum(shared.values()),
+        "first_nbytes": allocated - elsewhere,
         "unreadable": unreadable,
     }

@@ -83,6 +83,7 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
         "is_mirrored": _is_mirrored(contents, files),
         "world_size": manifest.world_size,
         "nbytes": sum(shard["nbytes"] for shard in shards) if contents.source is not None else manifest.nbytes,
+        "reused_nbytes": contents.reused_nbytes,
         "metadata": dict(manifest.metadata),
         "timings": dict(manifest.timings),
         "shards": shards,
@@ -101,12 +102,17 @@ def _is_mirrored(contents: Contents, files: Files) -> bool | None:
 
 
 def _shards(contents: Contents) -> list[dict[str, Any]]:
-    """Return the shard files. A file of another format occurs once, even if it has several parts."""
+    """Return the shard files; `origin`: the earlier save that wrote the file, or None.
+
+    A file of another format occurs once, even if it has several parts.
+    """
     found: dict[str, dict[str, Any]] = {}
     for rank, rank_contents in enumerate(contents.ranks):
         for shard in rank_contents.index.shards:
             if shard.name:
-                found.setdefault(shard.name, {"rank": rank, "name": shard.name, "nbytes": shard.nbytes})
+                origin = None if shard.origin is None else str(shard.origin)
+                described = {"rank": rank, "name": shard.name, "nbytes": shard.nbytes, "origin": origin}
+                found.setdefault(shard.name, described)
     return list(found.values())
 
 
@@ -187,13 +193,15 @@ def _print(described: dict[str, Any]) -> None:
         say(f"{name}: {described[name]}")
     if described["is_mirrored"] is not None:
         say(f"mirror: {described['mirror']} ({'copied' if described['is_mirrored'] else 'not copied yet'})")
-    say(f"size: {human(described['nbytes'])}")
+    reused = f", {human(described['reused_nbytes'])} of it in files of earlier saves"
+    say(f"size: {human(described['nbytes'])}{reused if described['reused_nbytes'] else ''}")
     say("metadata: " + (", ".join(f"{k}={v}" for k, v in described["metadata"].items()) or "-"))
     if described["kind"] == NATIVE:
         say("timings: " + (", ".join(f"{k} {v:.3f} s" for k, v in described["timings"].items()) or "-"))
     say(f"\nshards: {len(described['shards'])}")
     print_table(
-        ("RANK", "SIZE", "NAME"), [[str(s["rank"]), human(s["nbytes"]), s["name"]] for s in described["shards"]]
+        ("RANK", "SIZE", "NAME", "WRITTEN BY"),
+        [[str(s["rank"]), human(s["nbytes"]), s["name"], s["origin"] or "this save"] for s in described["shards"]],
     )
     say(f"\ntensors: {len(described['tensors'])}")
     print_table(("FQN", "DTYPE", "SHAPE", "SIZE", "CHUNKS", "RANKS"), _tensor_rows(described["tensors"]))

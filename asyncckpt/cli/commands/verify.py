@@ -125,6 +125,7 @@ def _row(verdict: Verdict, files: Files) -> dict[str, Any]:
         "save_id": str(contents.manifest.save_id) if contents else None,
         "tensors": len(contents.tensors) if contents else None,
         "read_nbytes": verdict.read_nbytes,
+        "reused_nbytes": contents.reused_nbytes if contents else None,
         "unchecked": verdict.unchecked,
         "unread": {fqn: found.described() for fqn, found in unread_leaves(contents).items()} if contents else {},
         "faults": [_fault(f) for f in verdict.faults],
@@ -152,7 +153,8 @@ def _print(row: dict[str, Any], fast: bool) -> None:
             what, depth = f"step {row['step']}", "sizes and indexes checked" if fast else checked
         else:
             what, depth = row["kind"], row["unchecked"] or f"{checked} by CRC-32"
-        say(f"{row['path']}: ok, {what}, {row['tensors']} tensors, {depth}")
+        reused = f", {human(row['reused_nbytes'])} in files of earlier saves" if row["reused_nbytes"] else ""
+        say(f"{row['path']}: ok, {what}, {row['tensors']} tensors, {depth}{reused}")
         for fqn, described in row["unread"].items():
             say(f"  {fqn}: {described}")
         return

@@ -24,12 +24,25 @@ from asyncckpt.storage.cloud import retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
 from asyncckpt.storage.cloud.store_errors import as_os_errors, message_of
 from asyncckpt.storage.shard_writer import Image, ShardWriter
-from asyncckpt.storage.store import OBJECT, PREFIX, Entry, Store, UnknownOutcomeError
+from asyncckpt.storage.store import (
+    OBJECT,
+    PREFIX,
+    Entry,
+    Store,
+    UnknownOutcomeError,
+    UnsupportedByStoreError,
+)
 
 REQUEST_TIMEOUT_S = 60.0
 """Timeout of one attempt. A part must upload at 0.1 MB/s or more."""
 
 MAX_RETRIES = 12
+
+MAX_COPIED_NBYTES = 1 << 30
+"""Longest object that the store is asked to copy. S3 refuses 5 GB, and a copy must end in `REQUEST_TIMEOUT_S`."""
+
+_COPY_REFUSED = re.compile(r"^(?!.*after \d+ retries).*status code: 4\d\d\b|status code: 501\b")
+"""Matches what obstore says if the store has refused a request at the first attempt, or does not have such requests."""
 
 
 class ObjectStore(Store):
@@ -81,6 +94,28 @@ class ObjectStore(Store):
         return ObjectShardWriter(
             path, image, offset, nbytes, open_upload=self._open_upload, stat=self.stat, secrets=self._secrets
         )
+
+    def link(self, source: str, target: str, version: str) -> None:
+        """Implement `Store.link`: the store copies the object by itself, in one request."""
+        found = self.stat(source)
+        if found.version != version:
+            raise OSError(errno.ESTALE, "it has changed since it was written", source)
+        if found.nbytes > MAX_COPIED_NBYTES:
+            raise OSError(errno.EFBIG, f"{found.nbytes} bytes, at most {MAX_COPIED_NBYTES} are copied", source)
+        try:
+            with self._os_errors(source):
+                self._client.copy(self._key(source), self._key(target))
+        except (FileNotFoundError, FileExistsError, PermissionError, UnsupportedByStoreError):
+            raise
+        except OSError as error:
+            if _COPY_REFUSED.search(str(error.strerror)):
+                raise
+            # IMPORTANT: the store may still be copying, and would replace what is put to this name now.
+            raise UnknownOutcomeError(error.errno, error.strerror, target) from error
+        copied = self.stat(target)
+        if copied.nbytes != found.nbytes:
+            self.remove_quietly(target)
+            raise OSError(errno.EREMOTEIO, f"the copy has {copied.nbytes} bytes, expected {found.nbytes}", target)
 
     def _open_upload(self, name: str, part_nbytes: int, at_a_time: int) -> Any:
         from obstore import open_writer
@@ -346,6 +381,10 @@ class ListedStore(Store):
         if self._covers(name) and name not in self._found:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name)
         return self._below.read_whole(name, max_nbytes)
+
+    def link(self, source: str, target: str, version: str) -> None:
+        """Forward to the wrapped store."""
+        self._below.link(source, target, version)
 
     def remove(self, name: str) -> None:
         """Forward to the wrapped store."""

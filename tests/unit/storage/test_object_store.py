@@ -23,7 +23,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.gc import write_tombstone
 from asyncckpt.storage.catalog import candidates_in, next_epoch_beside, next_epoch_by_names
 from asyncckpt.storage.checkpoint_dir import is_pinned
-from asyncckpt.storage.cloud import object_shards, retries
+from asyncckpt.storage.cloud import object_shards, object_store, retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.cloud.store_errors import as_os_errors, message_of
@@ -732,3 +732,62 @@ def test_settings_that_need_files_are_refused_before_anything_is_staged(wrong: d
 
     with SyncCheckpointer(**wrong) as checkpointer, pytest.raises(ConfigError, match="object stores"):
         checkpointer.save({"w": torch.zeros(1)}, PATH, step=1)
+
+
+class Copying:
+    """A client whose copies end with an error, or copy something else."""
+
+    def __init__(self, below: Any, text: str) -> None:
+        self._below, self._text = below, text
+        self.n_copies = 0
+
+    def copy(self, source: str, target: str) -> None:
+        from obstore.exceptions import GenericError
+
+        self.n_copies += 1
+        if self._text:
+            raise GenericError(self._text)
+        self._below.put(target, b"half")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._below, name)
+
+
+ANSWERS = {
+    "in 2 ms - Server returned non-2xx status code: 400 Bad Request: too large": False,
+    "in 2 s, after 9 retries, max_retries: 12 - Server returned non-2xx status code: 501 Not Implemented: ": False,
+    "in 2 s, after 9 retries, max_retries: 12 - Server returned non-2xx status code: 400 Bad Request: ": True,
+    "in 2 s, after 9 retries, max_retries: 12 - Server returned non-2xx status code: 503 Slow Down: ": True,
+    "error sending request": True,
+}
+"""Text of obstore's error -> whether the store may still be copying."""
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_a_copy_that_has_failed_is_told_from_one_that_may_still_be_made(store: ObjectStore, text: str) -> None:
+    store.put("s3://bucket/a", b"content")
+    failing = ObjectStore("s3://bucket", client=Copying(store._client, text))
+    with pytest.raises(OSError, match=r"status code|sending") as caught:
+        failing.link("s3://bucket/a", "s3://bucket/b", store.stat("s3://bucket/a").version)
+    assert isinstance(caught.value, UnknownOutcomeError) == ANSWERS[text]
+
+
+def test_a_copy_of_another_length_is_removed(store: ObjectStore) -> None:
+    store.put("s3://bucket/a", b"content")
+    with pytest.raises(OSError, match="has 4 bytes, expected 7"):
+        ObjectStore("s3://bucket", client=Copying(store._client, "")).link(
+            "s3://bucket/a", "s3://bucket/b", store.stat("s3://bucket/a").version
+        )
+    with pytest.raises(FileNotFoundError):
+        store.stat("s3://bucket/b")
+
+
+def test_no_copy_is_asked_for_of_a_large_object(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "MAX_COPIED_NBYTES", 6)
+    store.put("s3://bucket/a", b"content")
+    client = Copying(store._client, "")
+    with pytest.raises(OSError, match="at most 6 are copied"):
+        ObjectStore("s3://bucket", client=client).link(
+            "s3://bucket/a", "s3://bucket/b", store.stat("s3://bucket/a").version
+        )
+    assert client.n_copies == 0

@@ -101,6 +101,32 @@ def version_of(store: Store, name: str) -> str:
 # ---- what every store does ------------------------------------------------------------------------------------------
 
 
+def test_a_link_has_the_content_and_stays_when_the_other_name_goes(place: tuple[Store, str]) -> None:
+    store, root = place
+    store.put(f"{root}/a", b"0123456789")
+    version = version_of(store, f"{root}/a")
+    try:
+        store.link(f"{root}/a", f"{root}/b", version)
+    except OSError as error:
+        # a store without links says so, and makes nothing
+        assert not isinstance(store, ObjectStore) and error.errno in (errno.EOPNOTSUPP, errno.EPERM)
+        assert set(store.names(root)) == {"a", "anchor"} - ({"anchor"} if isinstance(store, LocalStore) else set())
+        return
+    store.remove(f"{root}/a")
+    assert store.read_whole(f"{root}/b", 10) == b"0123456789"
+
+
+def test_what_has_changed_or_is_gone_is_not_linked(place: tuple[Store, str]) -> None:
+    store, root = place
+    store.put(f"{root}/a", b"0123456789")
+    version = version_of(store, f"{root}/a")
+    store.put(f"{root}/a", b"another", replace=True)
+    for source in ("a", "absent"):
+        with pytest.raises(OSError):
+            store.link(f"{root}/{source}", f"{root}/b", version)
+    assert "b" not in store.names(root)
+
+
 def test_what_was_put_is_read_in_whole_and_in_part_and_is_listed(place: tuple[Store, str]) -> None:
     store, root = place
     store.put(f"{root}/a", b"0123456789")

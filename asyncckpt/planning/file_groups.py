@@ -1,0 +1,116 @@
+"""Puts tensors that are likely to change together into files of their own, so that files of unchanged ones are linked.
+
+Which tensors change is not known at the first save. `requires_grad` does not tell either: it is gone from state dicts,
+and a tensor that requires it may stay the same. But tensors of one role have as a rule one fate. A role is an FQN
+without its numbers: `layers.3.q_proj.weight` and `layers.7.q_proj.weight` are of one. In the files of a role, tensors
+lie in the order of the state dict, so that if only the first layers are frozen, most files have tensors of one kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+
+from asyncckpt.basics.limits import MAX_PARTS
+from asyncckpt.format.layout import PAGE_NBYTES, SMALL_HEADER_UNIT, BoxSpec, Layout, PartLayout
+from asyncckpt.format.structure import Chunk
+
+MAX_ROLES = 64
+"""If there are more, tensors of one size share files instead, whatever their names. Chosen: a file costs about a
+millisecond."""
+
+SMALL_NBYTES = 64 << 10
+"""Roles that have fewer bytes in all share one file. Chosen."""
+
+MIN_FILE_NBYTES = 16 << 20
+MAX_FILES_BY_NBYTES = 64
+"""The tensors of one role are divided over files of `MIN_FILE_NBYTES`, or larger ones if all tensors would take more
+than this many of them. Chosen."""
+
+PAGES_FROM_NBYTES = 1 << 20
+"""Files with fewer bytes have headers of whole `SMALL_HEADER_UNIT`, others of whole pages."""
+
+_NUMBER = re.compile(r"\d+")
+
+Build = Callable[[Sequence[BoxSpec], int], Layout]
+"""Returns the layout of boxes in one file, or in a few. Second argument: `header_unit` of `format.layout`."""
+
+
+def group_by_role(boxes: Sequence[tuple[str, int]], n_files: int = 1) -> list[list[int]]:
+    """Divide boxes into groups that get files of their own. Depends on nothing but the arguments.
+
+    Args:
+        boxes: FQN and bytes of each, in the order of the state dict.
+        n_files: A group has at most this part of all bytes, or one box.
+
+    Returns:
+        The groups, as positions in `boxes`; each position once.
+    """
+    ways: list[Callable[[str, int], Hashable]] = [
+        lambda fqn, nbytes: (_NUMBER.sub("#", fqn), nbytes),
+        lambda fqn, nbytes: nbytes,
+        lambda fqn, nbytes: nbytes.bit_length(),
+    ]
+    for key_of in ways:
+        small, roles = _small_and_others(boxes, key_of)
+        if len(roles) <= MAX_ROLES:
+            break
+    total = sum(nbytes for _, nbytes in boxes)
+    most = max(MIN_FILE_NBYTES, -(-total // MAX_FILES_BY_NBYTES))
+    if n_files > 1:
+        most = min(most, -(-total // n_files))
+    groups = [small] if small else []
+    for members in roles:
+        filled = most
+        for n in members:
+            if filled + boxes[n][1] > most:
+                groups.append([])
+                filled = 0
+            groups[-1].append(n)
+            filled += boxes[n][1]
+    return groups
+
+
+def _small_and_others(
+    boxes: Sequence[tuple[str, int]], key_of: Callable[[str, int], Hashable]
+) -> tuple[list[int], list[list[int]]]:
+    """Return the positions of the boxes whose keys have few bytes, and those of each other key."""
+    by_key: dict[Hashable, list[int]] = {}
+    for n, (fqn, nbytes) in enumerate(boxes):
+        by_key.setdefault(key_of(fqn, nbytes), []).append(n)
+    small: list[int] = []
+    others: list[list[int]] = []
+    for members in by_key.values():
+        if sum(boxes[n][1] for n in members) < SMALL_NBYTES:
+            small += members
+        else:
+            others.append(members)
+    return sorted(small), others
+
+
+def grouped_layout(specs: Sequence[BoxSpec], build: Build, n_files: int) -> Layout | None:
+    """Return a layout in which each group of `group_by_role` has files of its own.
+
+    Args:
+        specs: The boxes, in the order of the state dict.
+        build: Makes the layout of one group.
+        n_files: As of `group_by_role`.
+
+    Returns:
+        The layout; None: it takes more than `MAX_PARTS` files.
+
+    Raises:
+        AsyncCkptError: As `build`.
+    """
+    parts: list[PartLayout] = []
+    chunks: dict[int, Chunk] = {}
+    for group in group_by_role([(spec.fqn, spec.nbytes) for spec in specs], n_files):
+        members = [specs[n] for n in group]
+        is_small = sum(spec.nbytes for spec in members) < PAGES_FROM_NBYTES
+        placed = build(members, SMALL_HEADER_UNIT if is_small else PAGE_NBYTES)
+        for n, chunk in zip(group, placed.chunks, strict=True):
+            chunks[n] = chunk._replace(part=len(parts) + chunk.part)
+        parts += placed.parts
+    if len(parts) > MAX_PARTS:
+        return None
+    return Layout(parts=tuple(parts), chunks=tuple(chunks[n] for n in range(len(specs))))

@@ -1,0 +1,92 @@
+"""Remembers the shard files that this process has written, so that later saves can link to those that are unchanged.
+
+Nothing here is on disk. A process that has just started writes everything once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from asyncckpt.format.names import SaveId
+
+SAVES_PER_RANK = 2
+"""If the newest save of a rank has failed, its files are gone, and those of the save before are still linked."""
+
+MAX_HISTORY_NBYTES = 64 << 20
+"""Maximum bytes of checksums and fingerprints in memory: 24 for each block of a shard, so 700 GB of shards. Chosen."""
+
+
+class WrittenShard(NamedTuple):
+    """A shard file that was written completely, and flushed if `is_durable`.
+
+    Attributes:
+        path: Its path.
+        nbytes: Its length.
+        origin: The save whose ID is in the file: that which wrote it.
+        is_durable: Whether it was flushed.
+        version: `Store.stat(path).version` after it was closed.
+        digests: The checksums of its blocks, one after the other.
+        prints: Fingerprints of its blocks, `PRINT_NBYTES` each; that of the first is without the save ID.
+    """
+
+    path: str
+    nbytes: int
+    origin: SaveId
+    is_durable: bool
+    version: str
+    digests: bytes
+    prints: bytes
+
+    @property
+    def history_nbytes(self) -> int:
+        """Bytes that it takes in memory."""
+        return len(self.digests) + len(self.prints)
+
+
+class ShardHistory:
+    """The shards of the last saves of each rank of each run. May be used from several threads.
+
+    Args:
+        max_nbytes: Maximum bytes in memory. If it is reached, the last saves of all ranks are kept longest.
+    """
+
+    def __init__(self, max_nbytes: int = MAX_HISTORY_NBYTES) -> None:
+        self._max_nbytes = max_nbytes
+        self._ranks: OrderedDict[tuple[str, int], deque[tuple[WrittenShard, ...]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, save_id: SaveId, rank: int, shards: Iterable[WrittenShard]) -> None:
+        """Remember the shards of a save."""
+        key = save_id.run_id, rank
+        with self._lock:
+            saves = self._ranks.pop(key, None) or deque(maxlen=SAVES_PER_RANK)
+            saves.append(tuple(shards))
+            self._ranks[key] = saves
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Forget saves until the limit is kept: first those that are not the last ones of their rank, then ranks."""
+        nbytes = sum(_nbytes_of(save) for saves in self._ranks.values() for save in saves)
+        for saves in self._ranks.values():
+            if nbytes > self._max_nbytes and len(saves) > 1:
+                nbytes -= _nbytes_of(saves.popleft())
+        while nbytes > self._max_nbytes:
+            _, forgotten = self._ranks.popitem(last=False)
+            nbytes -= sum(map(_nbytes_of, forgotten))
+
+    def forget(self, save_id: SaveId, rank: int) -> None:
+        """Forget the rank in the run of `save_id`, so that its next save writes everything."""
+        with self._lock:
+            self._ranks.pop((save_id.run_id, rank), None)
+
+    def shards(self, save_id: SaveId, rank: int) -> list[WrittenShard]:
+        """Return the shards of the last saves of the rank in the run of `save_id`, the newest save's first."""
+        with self._lock:
+            return [shard for save in reversed(self._ranks.get((save_id.run_id, rank), ())) for shard in save]
+
+
+def _nbytes_of(save: tuple[WrittenShard, ...]) -> int:
+    return sum(shard.history_nbytes for shard in save)
