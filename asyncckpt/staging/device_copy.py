@@ -7,15 +7,17 @@ with the same layout as their range of the slot; then one transfer copies them a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import StagingError
 from asyncckpt.staging import pinned_memory
@@ -329,7 +331,7 @@ class Transfer:
         self._held = [] if snapshot is None else [tensor.untyped_storage() for tensor in tensors]
         self._touched: dict[int, Event | None] = {}
         self._lock = threading.RLock()  # a signal handler may come to `enqueue` in a thread that holds the lock
-        self._may_enqueue, self._is_enqueued = True, False
+        self._may_enqueue, self._is_enqueuing, self._is_enqueued = True, False, False
         self._failure: BaseException | None = None
         self._owner_pid = os.getpid()
 
@@ -382,23 +384,40 @@ class Transfer:
             StagingError: Another thread has failed to enqueue them, or takes too long.
             RuntimeError: From a device. Copies may still run: call `settle`.
         """
-        if not self._lock.acquire(timeout=timeout_s):
-            raise StagingError(f"another thread has not enqueued the copies by devices within {timeout_s:g} s")
-        try:
+        with self._holding_lock(timeout_s) as is_held:
+            if not is_held:
+                raise StagingError(f"another thread has not enqueued the copies by devices within {timeout_s:g} s")
             if self._may_enqueue:
-                self._may_enqueue = False
-                for index, boxes in self._boxes.items():
-                    if boxes.deferred and not is_cancelled():
-                        self._enqueue_deferred(index, boxes.deferred)
-                self._is_enqueued = True
+                self._may_enqueue, self._is_enqueuing = False, True
+                try:
+                    for index, boxes in self._boxes.items():
+                        if boxes.deferred and not is_cancelled():
+                            self._enqueue_deferred(index, boxes.deferred)
+                    self._is_enqueued = True
+                except BaseException as error:
+                    self._failure = error
+                    raise
+                finally:
+                    self._is_enqueuing = False
             elif not self._is_enqueued:
                 # IMPORTANT: some of the copies are missing, so the slot must not be sealed.
                 raise StagingError(f"the copies by devices were not enqueued: {self._failure}") from self._failure
-        except BaseException as error:
-            self._failure = self._failure or error
-            raise
+
+    @contextlib.contextmanager
+    def _holding_lock(self, timeout_s: float) -> Iterator[bool]:
+        """Hold the lock; whether that is so is the value of the context: not if a thread is enqueuing for so long."""
+        deadline, is_held = time.monotonic() + timeout_s, False
+        try:
+            while True:
+                with signals_deferred():  # a signal after `acquire` and before the assignment would leave it held
+                    is_held = self._lock.acquire(blocking=False)
+                if is_held or time.monotonic() >= deadline:
+                    break
+                time.sleep(FIRST_POLL_S)
+            yield is_held
         finally:
-            self._lock.release()
+            if is_held:
+                self._lock.release()
 
     def _enqueue_deferred(self, index: int, boxes: DeviceBoxes) -> None:
         side = self._device.side_stream(index)
@@ -546,11 +565,10 @@ class Transfer:
         """Have `enqueue` enqueue nothing from now on; return False if a thread is still enqueuing at `deadline`."""
         if os.getpid() != self._owner_pid:  # in a forked child the lock may be held by a thread that is not there
             return True
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return False
-        self._may_enqueue = False
-        self._lock.release()
-        return True
+        with self._holding_lock(deadline - time.monotonic()) as is_held:
+            if is_held:
+                self._may_enqueue = False
+            return is_held
 
     def _drop_sources(self) -> None:
         """Drop the sources. IMPORTANT: only when the copies have ended."""
@@ -567,6 +585,8 @@ class Transfer:
         """
         if os.getpid() != self._owner_pid:  # a forked child has neither the copies nor the memory
             return True
+        if self._is_enqueuing:  # or was when `settle` gave up: that thread may go on
+            return False
         for index, event in list(self._touched.items()):
             side = self._device.side_stream(index)
             with self._device.on(index):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -365,6 +366,44 @@ def test_a_thread_that_hangs_while_it_enqueues_costs_the_slot_and_no_more_than_t
         if in_child:
             patched.setattr(os, "getpid", lambda: -1)
         assert transfers[0].settle() is in_child  # a child of a fork has neither the thread nor the copies
+        assert transfers[0].ended() is in_child
     may_end.set()
     thread.join()
+    device.drain()
+    assert transfers[0].ended()
+    saver.process.withdraw(result.save_id, "given up")
+
+
+def test_an_interrupt_while_the_lock_is_taken_leaves_it_free(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfers: list[device_copy.Transfer] = []
+    start = device_copy.Transfer.start
+    monkeypatch.setattr(device_copy.Transfer, "start", lambda one: transfers.append(one) or start(one))
+    saver.know(state)
+    save_id = SaveId(0, next(saver.sequence), "0123456789ab")
+    result = saver.stager.stage(state, path="/x", step=1, save_id=save_id, metadata=None)
+    device.drain()
+
+    class Interrupted:
+        """A lock behind whose acquisition Ctrl-C comes."""
+
+        lock = transfers[0]._lock
+
+        def acquire(self, *arguments: Any, **more: Any) -> bool:
+            taken = self.lock.acquire(*arguments, **more)
+            signal.raise_signal(signal.SIGINT)
+            return taken
+
+        def release(self) -> None:
+            self.lock.release()
+
+    monkeypatch.setattr(transfers[0], "_lock", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        transfers[0].enqueue()
+    free = list[bool]()
+    thread = threading.Thread(target=lambda: free.append(Interrupted.lock.acquire(blocking=False)))
+    thread.start()
+    thread.join()
+    assert free == [True]
     saver.process.withdraw(result.save_id, "given up")
