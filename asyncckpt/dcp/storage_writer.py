@@ -32,7 +32,7 @@ from asyncckpt.dcp.write_plan import (
     chunks_in,
     chunks_to_save,
     is_checkpointable,
-    refuse_wrappers,
+    refuse_unstorable,
     sorted_out,
     tensor_leaves,
 )
@@ -177,7 +177,7 @@ class Stager(BlockingAsyncStager):
             return [chunk.detach() for _, chunk in found]
 
         try:
-            refuse_wrappers((fqn, value) for fqn, value in tensor_leaves(state_dict) if not is_checkpointable(value))
+            refuse_unstorable((fqn, value) for fqn, value in tensor_leaves(state_dict) if not is_checkpointable(value))
             chunks = _replaced(state_dict, chunks_of)
         except (UnsupportedLeafError, DuplicateNameError):
             return state_dict
@@ -363,7 +363,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         # raise another error. `dcp.save` raises an error of this call on all ranks.
         planner = _planner_of_caller()
         if isinstance(planner, DefaultSavePlanner):
-            refuse_wrappers(planner.state_dict.items())
+            refuse_unstorable(planner.state_dict.items())
         self._is_coordinator = is_coordinator
         rank = kwargs.get("rank")
         self._rank = rank if type(rank) is int else find_rank_info(None).rank

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.dcp.tensor_stream import Resolve
+from asyncckpt.dtypes import SUB_BYTE
 from asyncckpt.errors import AsyncCkptError, DuplicateNameError, OverlappingShardsError, UnsupportedLeafError
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout
 from asyncckpt.format.names import SaveId, is_reserved, shard_name
@@ -406,12 +407,7 @@ def _spec(item: WriteItem) -> BoxSpec:
         raise UnsupportedLeafError(f"the planner's item for tensor {fqn!r} has no tensor_data", leaf=fqn)
     dtype = dtype_name(data.properties.dtype)
     if dtype is None or data.properties.layout is not torch.strided:
-        raise UnsupportedLeafError(
-            f"state dict leaf {fqn!r} cannot be stored: a tensor of layout {data.properties.layout}, dtype "
-            f"{data.properties.dtype}",
-            leaf=fqn,
-            type_name=str(data.properties.dtype),
-        )
+        raise _unstorable(fqn, data.properties.dtype, data.properties.layout)
     if is_reserved(fqn):
         raise DuplicateNameError(
             f"the tensor {fqn!r} ends in '@rank' and a number: such names are reserved for tensors that belong to one "
@@ -427,8 +423,11 @@ def _spec(item: WriteItem) -> BoxSpec:
     )
 
 
-def refuse_wrappers(leaves: Iterable[tuple[str, Any]]) -> None:
-    """Raise for the first tensor subclass whose elements are not in its memory and that gives no chunks that are.
+def refuse_unstorable(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Raise for the first tensor that cannot be stored, before a planner or a stager comes to it.
+
+    These are subclasses whose elements are not in their memory and that give no chunks that are, and sparse, quantized
+    and nested tensors, and dtypes that torch's planners do not know the size of, such as int4.
 
     Args:
         leaves: FQNs and values of a planner; of a sharded value the local shards are checked.
@@ -442,9 +441,12 @@ def refuse_wrappers(leaves: Iterable[tuple[str, Any]]) -> None:
             for _ in chunks_to_save(fqn, value):
                 pass
             continue
-        for tensor in _parts_of(value):
+        for tensor in [value] if type(value) in PLAIN_TENSORS else _parts_of(value):
             if is_wrapper(tensor):
                 raise _wrapper(fqn, tensor)
+            strange = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+            if strange or dtype_name(tensor.dtype) in (None, *SUB_BYTE):  # of these torch does not know the size
+                raise _unstorable(fqn, tensor.dtype, tensor.layout)
 
 
 def tensor_leaves(state_dict: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -462,6 +464,13 @@ def _parts_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, ShardsOf):
         return [shard.tensor for shard in value.shards]
     return local_tensors(value) if isinstance(value, torch.Tensor) else []
+
+
+def _unstorable(fqn: str, dtype: torch.dtype, layout: torch.layout) -> UnsupportedLeafError:
+    text = f"state dict leaf {fqn!r} cannot be stored: a tensor of layout {layout}, dtype {dtype}"
+    return UnsupportedLeafError(
+        f"{text}; AsyncCheckpointer stores some of these, asyncckpt.dcp none", leaf=fqn, type_name=str(dtype)
+    )
 
 
 def _wrapper(fqn: str, tensor: torch.Tensor) -> UnsupportedLeafError:

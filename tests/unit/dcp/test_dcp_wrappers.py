@@ -168,3 +168,32 @@ def test_a_target_that_was_saved_as_its_components_is_refused_by_name_and_unchan
     assert composite_samples.same(target, state(2))
     asyncckpt.load(tmp_path / "c", target)
     assert composite_samples.same(target, state(1))
+
+
+UNSTORABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "qint8": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "int4": lambda: torch.empty(4, dtype=getattr(torch, "int4", torch.quint4x2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("what", UNSTORABLE)
+def test_tensors_of_strange_layouts_and_dtypes_are_refused_by_name(what: str, is_async: bool, tmp_path: Path) -> None:
+    if what == "int4" and not hasattr(torch, "int4"):
+        pytest.skip("this torch has no int4")
+    state = {"plain": torch.ones(2), "model": {"strange": UNSTORABLE[what]()}}
+    with pytest.raises(CheckpointException) as caught:
+        if is_async:
+            dcp.async_save(state, storage_writer=StorageWriter(tmp_path / "c"), no_dist=True).result(60)
+        else:
+            dcp_calls.save(state, StorageWriter(tmp_path / "c"))
+    error = dcp_calls.reason(caught.value)
+    assert isinstance(error, UnsupportedLeafError) and error.leaf == "model.strange", error
+    assert not (tmp_path / "c").exists()
