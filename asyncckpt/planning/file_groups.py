@@ -15,17 +15,18 @@ from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.format.layout import PAGE_NBYTES, SMALL_HEADER_UNIT, BoxSpec, Layout, PartLayout
 from asyncckpt.format.structure import Chunk
 
-MAX_ROLES = 64
+MAX_ROLES = 256
 """If there are more, tensors of one size share files instead, whatever their names. Chosen: a file costs about a
-millisecond."""
+millisecond, and a model with its optimizer's state has 20 to 100."""
 
 SMALL_NBYTES = 64 << 10
 """Roles that have fewer bytes in all share one file. Chosen."""
 
 MIN_FILE_NBYTES = 16 << 20
 MAX_FILES_BY_NBYTES = 64
+MAX_FILE_NBYTES = 1 << 30
 """The tensors of one role are divided over files of `MIN_FILE_NBYTES`, or larger ones if all tensors would take more
-than this many of them. Chosen."""
+than `MAX_FILES_BY_NBYTES` of them, up to `MAX_FILE_NBYTES`: larger objects are not copied by object stores. Chosen."""
 
 PAGES_FROM_NBYTES = 1 << 20
 """Files with fewer bytes have headers of whole `SMALL_HEADER_UNIT`, others of whole pages."""
@@ -56,7 +57,7 @@ def group_by_role(boxes: Sequence[tuple[str, int]], n_files: int = 1) -> list[li
         if len(roles) <= MAX_ROLES:
             break
     total = sum(nbytes for _, nbytes in boxes)
-    most = max(MIN_FILE_NBYTES, -(-total // MAX_FILES_BY_NBYTES))
+    most = min(max(MIN_FILE_NBYTES, -(-total // MAX_FILES_BY_NBYTES)), MAX_FILE_NBYTES)
     if n_files > 1:
         most = min(most, -(-total // n_files))
     groups = [small] if small else []

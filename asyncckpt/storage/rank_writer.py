@@ -272,7 +272,7 @@ class RankWriter:
             digests, prints = bytes(shard.digests), bytes(shard.prints)
             written.append(WrittenShard(shard.path, shard.nbytes, origin, durable, version, digests, prints))
         if self._history is not None:
-            self._history.add(self.save_id, self.request.rank, written)
+            self._history.add(self.request.path, self.request.rank, written)
 
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:
@@ -303,13 +303,13 @@ class RankWriter:
         """Link the shards that are unchanged, and take them from what is to be written."""
         if self._history is None:
             return
-        written, durable = self._history.shards(self.save_id, self.request.rank), self.request.fsync
+        written, durable = self._history.shards(self.request.path, self.request.rank), self.request.fsync
         try:
             unchanged = UnchangedShards(self.shards, written, self._store, durable=durable, check=self.check)
             linked = unchanged.link(pool, self._threads)
         except UnknownOutcomeError:
             # It may be the same with the next save: that one writes everything.
-            self._history.forget(self.save_id, self.request.rank)
+            self._history.forget(self.request.path, self.request.rank)
             raise
         self._todo = [extent for extent in self._todo if extent[0] not in linked]
         self._remaining.update(dict.fromkeys(linked, 0))

@@ -15,7 +15,6 @@ from typing import Any
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import ProtocolError, SaveFailedError
 from asyncckpt.format.coverage import Tally
-from asyncckpt.format.names import SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import PAGE_NBYTES, SlotError
 from asyncckpt.memory.streaming import Counters, StreamLayout
@@ -85,14 +84,13 @@ def write_streamed(
     try:
         reach("stream: begun")
         kept = False
-        save_id = SaveId.parse(job.request.save_id)
         how: dict[str, Any] = {"check": source.check, "threads": threads, "progress": progress}
         if job.resumed:
             # IMPORTANT: nothing is removed here: a leader on another node may be committing these files.
             result, kept = _finished(source, view, files), True
         elif job.request.ring_segments:
             result = SegmentWriter(job.request, view, source, files, **how).write(pool, source.final)
-        elif job.request.reuse and history is not None and history.shards(save_id, job.request.rank):
+        elif job.request.reuse and history is not None and history.shards(job.request.path, job.request.rank):
             result = RankWriter(source.final(), view, files, history=history, **how).write(pool)
         else:
             result = SegmentWriter(job.request, view, source, files, history=history, **how).write(pool, source.final)

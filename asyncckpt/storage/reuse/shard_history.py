@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from asyncckpt.basics.urls import parent_of
 from asyncckpt.format.names import SaveId
 
 SAVES_PER_RANK = 2
@@ -47,7 +48,9 @@ class WrittenShard(NamedTuple):
 
 
 class ShardHistory:
-    """The shards of the last saves of each rank of each run. May be used from several threads.
+    """The shards of each rank's last saves in each directory. May be used from several threads.
+
+    Of any run: a training that is started again in the same worker links to what it wrote before.
 
     Args:
         max_nbytes: Maximum bytes in memory. If it is reached, the last saves of all ranks are kept longest.
@@ -58,9 +61,9 @@ class ShardHistory:
         self._ranks: OrderedDict[tuple[str, int], deque[tuple[WrittenShard, ...]]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, save_id: SaveId, rank: int, shards: Iterable[WrittenShard]) -> None:
-        """Remember the shards of a save."""
-        key = save_id.run_id, rank
+    def add(self, path: str, rank: int, shards: Iterable[WrittenShard]) -> None:
+        """Remember the shards of a save to `path`."""
+        key = parent_of(path), rank
         with self._lock:
             saves = self._ranks.pop(key, None) or deque(maxlen=SAVES_PER_RANK)
             saves.append(tuple(shards))
@@ -77,15 +80,15 @@ class ShardHistory:
             _, forgotten = self._ranks.popitem(last=False)
             nbytes -= sum(map(_nbytes_of, forgotten))
 
-    def forget(self, save_id: SaveId, rank: int) -> None:
-        """Forget the rank in the run of `save_id`, so that its next save writes everything."""
+    def forget(self, path: str, rank: int) -> None:
+        """Forget the rank's saves beside `path`, so that its next save there writes everything."""
         with self._lock:
-            self._ranks.pop((save_id.run_id, rank), None)
+            self._ranks.pop((parent_of(path), rank), None)
 
-    def shards(self, save_id: SaveId, rank: int) -> list[WrittenShard]:
-        """Return the shards of the last saves of the rank in the run of `save_id`, the newest save's first."""
+    def shards(self, path: str, rank: int) -> list[WrittenShard]:
+        """Return the shards of the rank's last saves beside `path`, the newest save's first."""
         with self._lock:
-            return [shard for save in reversed(self._ranks.get((save_id.run_id, rank), ())) for shard in save]
+            return [shard for save in reversed(self._ranks.get((parent_of(path), rank), ())) for shard in save]
 
 
 def _nbytes_of(save: tuple[WrittenShard, ...]) -> int:

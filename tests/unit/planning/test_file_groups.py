@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncckpt.basics.limits import MAX_PARTS
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout
-from asyncckpt.planning.file_groups import MAX_ROLES, MIN_FILE_NBYTES, group_by_role, grouped_layout
+from asyncckpt.planning.file_groups import MAX_FILE_NBYTES, MAX_ROLES, MIN_FILE_NBYTES, group_by_role, grouped_layout
 
 MIB = 1 << 20
 
@@ -50,18 +50,18 @@ def test_files_per_rank_is_a_lower_bound() -> None:
 
 
 def test_there_are_not_many_files_however_large_the_state_is() -> None:
-    boxes = [(f"layers.{n}.w", 100 * MIB) for n in range(1000)]
+    boxes = [(f"layers.{n}.w", 100 * MIB) for n in range(600)]
     assert len(group_by_role(boxes)) < 80
+    larger = [(f"layers.{n}.w", 100 * MIB) for n in range(2000)]
+    assert max(sum(larger[n][1] for n in group) for group in group_by_role(larger)) <= MAX_FILE_NBYTES
 
 
 @pytest.mark.parametrize("sizes", ["equal", "similar"])
 def test_of_too_many_roles_those_of_one_size_or_of_similar_ones_share_files(sizes: str) -> None:
-    boxes = [
-        (f"part_{chr(97 + n // 26)}{chr(97 + n % 26)}", 100_000 + 4 * n * (sizes == "similar")) for n in range(100)
-    ]
+    boxes = [(f"part_{chr(97 + n // 26)}{chr(97 + n % 26)}", 100_000 + n * (sizes == "similar")) for n in range(300)]
     assert len(boxes) > MAX_ROLES
     (group,) = group_by_role(boxes)
-    assert group == list(range(100))
+    assert group == list(range(300))
 
 
 BOXES = st.lists(
@@ -80,7 +80,7 @@ def test_each_box_is_in_one_group_and_no_group_is_larger_than_needed(boxes: list
     total = sum(nbytes for _, nbytes in boxes)
     for group in groups:
         nbytes = sum(boxes[n][1] for n in group)
-        assert len(group) == 1 or nbytes <= max(MIN_FILE_NBYTES, total / 64 + 1)
+        assert len(group) == 1 or nbytes <= min(max(MIN_FILE_NBYTES, total / 64 + 1), MAX_FILE_NBYTES)
 
 
 # ---- layouts --------------------------------------------------------------------------------------------------------

@@ -262,10 +262,12 @@ def test_a_file_that_was_never_flushed_is_not_linked_by_a_save_that_flushes(tmp_
     assert save(tmp_path, 2, history, fsync=False).reused_nbytes > 0
 
 
-def test_other_runs_and_ranks_are_not_linked(tmp_path: Path) -> None:
+def test_another_run_beside_it_is_linked_and_other_directories_and_ranks_are_not(tmp_path: Path) -> None:
     history = ShardHistory()
     save(tmp_path, 0, history)
-    assert save(tmp_path, 1, history, run="ba9876543210").reused_nbytes == 0
+    assert save(tmp_path, 1, history, run="ba9876543210").reused_nbytes > 0
+    (tmp_path / "other").mkdir()
+    assert save(tmp_path / "other", 1, history).reused_nbytes == 0
     (tmp_path / "step-2").mkdir()
     with snapshot_of(2) as snapshot:
         assert snapshot.write(str(tmp_path / "step-2"), history=history, rank=1, world_size=2).reused_nbytes == 0
@@ -386,17 +388,17 @@ def shard(number: int, n_blocks: int = 1) -> WrittenShard:
 def test_a_history_has_the_last_two_saves_of_a_rank_the_newest_first() -> None:
     history = ShardHistory()
     for number in range(3):
-        history.add(save_id(number), 0, [shard(number)])
-    assert [one.path for one in history.shards(save_id(9), 0)] == ["/2", "/1"]
-    assert history.shards(save_id(9), 1) == history.shards(save_id(9, "ba9876543210"), 0) == []
+        history.add(f"/a/{number}", 0, [shard(number)])
+    assert [one.path for one in history.shards("/a/9", 0)] == ["/2", "/1"]
+    assert history.shards("/a/9", 1) == history.shards("/b/9", 0) == []
 
 
 def test_a_history_has_bounded_memory_and_keeps_the_last_save_of_each_rank_longest() -> None:
     history = ShardHistory(max_nbytes=24 * 100)
 
     def add(rank: int, n_blocks: int = 25) -> list[int]:
-        history.add(save_id(rank), rank, [shard(rank, n_blocks)])
-        return [len(history.shards(save_id(0), rank)) for rank in range(6)]
+        history.add("/a/1", rank, [shard(rank, n_blocks)])
+        return [len(history.shards("/a/2", rank)) for rank in range(6)]
 
     assert [add(rank) for rank in (0, 1, 0, 2)][-1] == [2, 1, 1, 0, 0, 0]
     assert add(3) == [1, 1, 1, 1, 0, 0], "the save before the last of rank 0 goes first"
