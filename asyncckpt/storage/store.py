@@ -108,10 +108,13 @@ class Store(abc.ABC):
         shards_appear_whole: Whether a shard has its name only once it is finished. False: it has the name from its
             first byte on, and can be renamed.
         requests_at_a_time: How many calls `for_each` makes concurrently.
+        links_may_end_late: Whether `link` may take effect after the death of the process that has called it, and then
+            replaces what has the name.
     """
 
     shards_appear_whole = False
     requests_at_a_time = 1
+    links_may_end_late = False
 
     @abc.abstractmethod
     def put(self, name: str, data: memoryview | bytes, *, durable: bool = True, replace: bool = False) -> None:

@@ -30,7 +30,7 @@ from asyncckpt.storage.cloud.store_errors import as_os_errors, message_of
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at, store_at, with_storage_options
-from asyncckpt.storage.store import OBJECT, PREFIX, UnknownOutcomeError
+from asyncckpt.storage.store import OBJECT, PREFIX, UnknownOutcomeError, UnsupportedByStoreError
 from asyncckpt.storage.verification import verify_checkpoint
 from tests import gcs_server, object_servers
 from tests.object_servers import Server
@@ -737,16 +737,16 @@ def test_settings_that_need_files_are_refused_before_anything_is_staged(wrong: d
 class Copying:
     """A client whose copies end with an error, or copy something else."""
 
-    def __init__(self, below: Any, text: str) -> None:
-        self._below, self._text = below, text
+    def __init__(self, below: Any, text: str, kind: str = "GenericError") -> None:
+        self._below, self._text, self._kind = below, text, kind
         self.n_copies = 0
 
     def copy(self, source: str, target: str) -> None:
-        from obstore.exceptions import GenericError
+        from obstore import exceptions
 
         self.n_copies += 1
         if self._text:
-            raise GenericError(self._text)
+            raise getattr(exceptions, self._kind, FileNotFoundError)(self._text)
         self._below.put(target, b"half")
 
     def __getattr__(self, name: str) -> Any:
@@ -770,6 +770,35 @@ def test_a_copy_that_has_failed_is_told_from_one_that_may_still_be_made(store: O
     with pytest.raises(OSError, match=r"status code|sending") as caught:
         failing.link("s3://bucket/a", "s3://bucket/b", store.stat("s3://bucket/a").version)
     assert isinstance(caught.value, UnknownOutcomeError) == ANSWERS[text]
+
+
+REFUSALS = {"FileNotFoundError": "404 Not Found: ", "PermissionDeniedError": "403 Forbidden: "}
+"""Class of obstore's error -> what the store said at last."""
+
+
+@pytest.mark.parametrize("n_retries", [0, 3])
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_refusal_after_retries_does_not_say_that_no_copy_is_made(
+    store: ObjectStore, kind: str, n_retries: int
+) -> None:
+    after = f", after {n_retries} retries" if n_retries else ""
+    text = f"Error performing COPY in 2 s{after}, max_retries: 12 - Server returned: {REFUSALS[kind]}"
+    store.put("s3://bucket/a", b"content")
+    failing = ObjectStore("s3://bucket", client=Copying(store._client, text, kind))
+    with pytest.raises(OSError) as caught:
+        failing.link("s3://bucket/a", "s3://bucket/b", store.stat("s3://bucket/a").version)
+    assert isinstance(caught.value, UnknownOutcomeError) == bool(n_retries)
+
+
+def test_azure_is_not_asked_for_copies_since_one_may_be_pending_after_its_answer(store: ObjectStore) -> None:
+    assert store.links_may_end_late
+    client = Copying(store._client, "")
+    azure = ObjectStore("az://bucket", client=client)
+    assert not azure.links_may_end_late
+    azure.put("az://bucket/a", b"content")
+    with pytest.raises(UnsupportedByStoreError):
+        azure.link("az://bucket/a", "az://bucket/b", azure.stat("az://bucket/a").version)
+    assert client.n_copies == 0
 
 
 def test_a_copy_of_another_length_is_removed(store: ObjectStore) -> None:
