@@ -355,12 +355,31 @@ _LIED = "the store, or a proxy before it, answers with other bytes than were put
 OBJECT_ADVICE = {"EIO": _LIED, "EFBIG": _LIED}
 """As `ADVICE`, for object stores, where it differs."""
 
+COPY_UNKNOWN = "copy_unknown"
+"""Code of a save whose object store may still be copying an object to the name of one of its shards.
+
+IMPORTANT: nothing may be written under the names of such a save any more: the copy would replace it."""
+
 _DEFAULT_ADVICE = "earlier checkpoints are unchanged, and the next save tries again"
 
 
 def step_and_rank(step: int | None, rank: int | None) -> str:
     """Return the text for messages that names step and rank; `step`: None if only rank 0 knows it."""
     return f"rank {rank}" if step is None else f"step {step}, rank {rank}"
+
+
+def copy_unknown(detail: str, *, save_id: str, rank: int, step: int | None, path: str) -> SaveFailedError:
+    """Return the error of a save for which a copy in the object store may still be made; code `COPY_UNKNOWN`."""
+    return SaveFailedError(
+        f"save {save_id} ({step_and_rank(step, rank)}) to {path} failed: {detail}, so that it may still be copying to "
+        "the name of a shard; nothing was published; save again",
+        code=COPY_UNKNOWN,
+        rank=rank,
+        path=path,
+        detail=detail,
+        save_id=save_id,
+        step=step,
+    )
 
 
 def save_failure(

@@ -21,6 +21,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from asyncckpt.basics.failpoints import reach
+from asyncckpt.errors import SaveFailedError
 from asyncckpt.format.checksums import BLOCK_NBYTES, file_checksum
 from asyncckpt.format.coverage import Tally
 from asyncckpt.format.dcp import encode_items
@@ -37,7 +38,7 @@ from asyncckpt.format.names import (
 )
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.checkpoint_dir import refuse_foreign_metadata, refuse_other_commits
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.files import Files, copy_unknown
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.reuse.shard_history import ShardHistory, WrittenShard
 from asyncckpt.storage.reuse.unchanged import UnchangedShards
@@ -208,6 +209,7 @@ class RankWriter:
                 "dcp", the directory has a `.metadata` of another program.
             UnsupportedPathError: The mount lacks what the layout needs.
             UnsupportedLeafError: The layout cannot store a leaf.
+            SaveFailedError: Code `COPY_UNKNOWN`: the store may still be copying to the name of a shard.
             OSError: A file call failed, or the image does not have the save ID.
             Exception: As `check`.
 
@@ -307,12 +309,22 @@ class RankWriter:
         try:
             unchanged = UnchangedShards(self.shards, written, self._store, durable=durable, check=self.check)
             linked = unchanged.link(pool, self._threads)
-        except UnknownOutcomeError:
+        except UnknownOutcomeError as error:
             # It may be the same with the next save: that one writes everything.
             self._history.forget(self.request.path, self.request.rank)
-            raise
+            raise self.copy_unknown(f"the store did not confirm the copy of an unchanged shard: {error}") from error
         self._todo = [extent for extent in self._todo if extent[0] not in linked]
         self._remaining.update(dict.fromkeys(linked, 0))
+
+    def copy_unknown(self, detail: str) -> SaveFailedError:
+        """Return the error of a save under whose names nothing may be written any more (`files.COPY_UNKNOWN`)."""
+        request = self.request
+        return copy_unknown(detail, save_id=request.save_id, rank=request.rank, step=request.step, path=request.path)
+
+    @property
+    def may_be_copied_to(self) -> bool:
+        """Whether a dead process may have left a copy that the store still makes, to the name of a shard."""
+        return bool(self.request.reuse) and self._store.links_may_end_late
 
     def _end(self, futures: list[Future[None]]) -> None:
         """Stop all writes, wait for the other threads, and close open files."""

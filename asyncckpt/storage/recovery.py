@@ -66,6 +66,8 @@ def resume_rank_files(writer: RankWriter, pool: Executor) -> tuple[RankResult, b
         The result, and whether existing shards were kept.
 
     Raises:
+        SaveFailedError: Code `COPY_UNKNOWN`: the shards are not complete, and the store may still be copying to their
+            names. The files stay; the caller removes them.
         OSError: The existing files cannot be read. They stay, because the worker of another node may be committing
             them.
         Exception: As `writer.write`.
@@ -74,6 +76,10 @@ def resume_rank_files(writer: RankWriter, pool: Executor) -> tuple[RankResult, b
     """
     if _find_shards(writer):
         return _keep(writer), True
+    if writer.may_be_copied_to:
+        # IMPORTANT: a copy that the dead process has asked for would replace what is written to its name, even after
+        # the commit.
+        raise writer.copy_unknown("the worker that was writing it has died, and may have asked the store for copies")
     _remove(writer.small.paths + [s.path for s in writer.shards], writer.files)
     return writer.write(pool), False
 

@@ -24,6 +24,7 @@ from asyncckpt.protocol.save_phases import (
     UNKNOWN,
     WRITING,
 )
+from asyncckpt.storage.files import COPY_UNKNOWN
 from asyncckpt_worker.core.actions import Commit, CutOff, Prepare, Remove, Write
 from asyncckpt_worker.core.consistency import disagreement, settle_step, unequal_samples
 from asyncckpt_worker.core.events import Contents, InternalFault, Prepared, Published, Removed, SaveKey, Wire, Written
@@ -31,6 +32,7 @@ from asyncckpt_worker.core.failures import (
     count,
     disagree,
     failed,
+    kind_of,
     leader_lost,
     mismatch,
     path_in_use,
@@ -232,7 +234,7 @@ class SaveRegistry:
             entry.result, entry.written_at = event.result, self._t.now
         if save.outcome is not None:
             clean_up(self._t, save)
-        elif event.error is not None and entry.streaming and not entry.ring:
+        elif event.error is not None and entry.streaming and not entry.ring and kind_of(event.error) != COPY_UNKNOWN:
             write_again(self._t, save, entry, event.error)
         elif event.error is not None:
             self.end(save, FAILED, event.error)
@@ -546,9 +548,10 @@ def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) 
 def write_again(t: Tables, save: Save, entry: RankSave, error: Wire) -> None:
     """Handle the failure of a write that started before the seal.
 
-    IMPORTANT: it must not end the save, not even when the seal was read meanwhile: it may have failed only because the
-    trainer staged nothing for too long. Once sealed, the snapshot is written again, and that error ends the save. A
-    sealed snapshot can be loaded from memory even if it cannot be written.
+    IMPORTANT: not for `COPY_UNKNOWN`: a late copy would replace what is written to the same name. Any other failure
+    must not end the save, not even when the seal was read meanwhile: it may have failed only because the trainer staged
+    nothing for too long. Once sealed, the snapshot is written again, and that error ends the save. A sealed snapshot
+    can be loaded from memory even if it cannot be written.
     """
     entry.streaming = False
     text = f"the write before the seal failed; the sealed snapshot is written again: {error.get('text', '')}"

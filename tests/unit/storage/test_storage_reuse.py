@@ -14,13 +14,13 @@ import msgpack
 import pytest
 from storage_samples import FailingFiles, RecordingFiles, Snapshot, flip_byte, manifest_of, shard_paths
 
-from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.errors import CorruptCheckpointError, SaveFailedError
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, index_name
 from asyncckpt.storage import rank_writer
 from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish
-from asyncckpt.storage.files import Files
+from asyncckpt.storage.files import COPY_UNKNOWN, Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.recovery import resume_rank_files
@@ -179,8 +179,9 @@ def test_a_link_that_may_still_be_made_ends_the_save_and_the_next_writes_everyth
     save(tmp_path, 0, history)
     with monkeypatch.context() as patch:
         patch.setattr(rank_writer, "store_over", lambda files, umask: UnknownStore(files, umask=umask))
-        with pytest.raises(UnknownOutcomeError):
+        with pytest.raises(SaveFailedError) as caught:
             save(tmp_path, 1, history)
+        assert caught.value.code == COPY_UNKNOWN and "save again" in str(caught.value)
         assert shard_paths(str(tmp_path / "step-1")) == []
         assert save(tmp_path, 2, history).reused_nbytes == 0
     assert save(tmp_path, 3, history).reused_nbytes > 0
@@ -316,9 +317,9 @@ def test_an_image_that_may_not_be_used_any_more_is_not_compared_to_the_end(tmp_p
 # ---- after the death of the process that linked ---------------------------------------------------------------------
 
 
-def resume(root: Path, number: int, **changes: Any) -> tuple[RankResult, bool]:
+def resume(root: Path, number: int, history: ShardHistory | None = None) -> tuple[RankResult, bool]:
     with snapshot_of(number) as snapshot, ThreadPoolExecutor(4) as pool:
-        writer = snapshot.writer(str(root / f"step-{number}"), RecordingFiles(), history=ShardHistory(), **changes)
+        writer = snapshot.writer(str(root / f"step-{number}"), RecordingFiles(), history=history)
         return resume_rank_files(writer, pool)
 
 
@@ -334,7 +335,7 @@ def test_linked_shards_of_a_dead_process_are_kept(tmp_path: Path) -> None:
     leave_complete(tmp_path)
     index = tmp_path / "step-1" / index_name(save_id(1), 0)
     before = index.read_bytes()
-    result, kept = resume(tmp_path, 1)
+    result, kept = resume(tmp_path, 1, ShardHistory())
     assert kept and result.reused_nbytes > 0 and index.read_bytes() == before
     assert linked(tmp_path, 1) == [BASE]
 
@@ -346,9 +347,33 @@ def test_an_index_with_another_origin_is_not_believed(tmp_path: Path, origin: Sa
     raw = msgpack.unpackb(index.read_bytes())
     raw["origins"][BASE] = origin and str(origin)
     index.write_bytes(msgpack.packb(raw))
-    result, kept = resume(tmp_path, 1)
+    result, kept = resume(tmp_path, 1, ShardHistory())
     assert not kept and result.reused_nbytes == 0
     assert linked(tmp_path, 1) == [] and origins(tmp_path, 1) == [None, None]
+
+
+class CopyingStore(LocalStore):
+    """One that may still be making the links of a dead process."""
+
+    links_may_end_late = True
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_where_a_copy_may_still_be_made_shards_of_a_dead_process_are_kept_or_the_save_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool
+) -> None:
+    monkeypatch.setattr(rank_writer, "store_over", lambda files, umask: CopyingStore(files, umask=umask))
+    leave_complete(tmp_path)
+    assert resume(tmp_path, 1, ShardHistory())[1]
+    (tmp_path / "step-1" / index_name(save_id(1), 0)).unlink()
+    if not reuse:
+        assert not resume(tmp_path, 1)[1]
+        return
+    before = sorted(os.listdir(tmp_path / "step-1"))
+    with pytest.raises(SaveFailedError, match="save again") as caught:
+        resume(tmp_path, 1, ShardHistory())
+    assert caught.value.code == COPY_UNKNOWN
+    assert sorted(os.listdir(tmp_path / "step-1")) == before
 
 
 # ---- what readers make of it ----------------------------------------------------------------------------------------

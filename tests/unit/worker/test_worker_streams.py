@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from worker_bench import COMMIT_TIMEOUT_S, CONFIG, ERROR, FIRST, PATH, REQUEST, SECOND, Bench
 
+from asyncckpt.errors import to_wire
 from asyncckpt.protocol import messages as m
+from asyncckpt.storage.files import copy_unknown
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 
@@ -259,6 +261,22 @@ def test_an_error_that_is_heard_of_after_the_seal_leads_to_another_attempt_too(w
     whole.feed(ev.Written, key=(FIRST, 0), error=ERROR)
     assert whole.phase() == "failed"
     assert not whole.of(ac.Write)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_after_a_copy_that_may_still_be_made_nothing_is_written_again_under_the_same_names(
+    whole: Streams, sealed: bool
+) -> None:
+    whole.at_streaming()
+    if sealed:
+        whole.seal()
+    unknown = to_wire(copy_unknown("no answer", save_id=FIRST, rank=0, step=5, path=PATH))
+    whole.feed(ev.Written, key=(FIRST, 0), error=unknown)
+    assert (whole.phase(), whole.of(ac.Write)) == ("failed", [])
+    assert whole.of(ac.Remove) == [ac.Remove(save_id=FIRST, path=PATH)]
+    if not sealed:
+        whole.seal()
+    assert (whole.phase(), whole.of(ac.Write)) == ("failed", [])
 
 
 def test_a_rank_that_stops_while_it_is_written_is_waited_for_as_long_as_one_that_is_not() -> None:
