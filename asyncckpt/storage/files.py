@@ -371,8 +371,8 @@ def step_and_rank(step: int | None, rank: int | None) -> str:
 def copy_unknown(detail: str, *, save_id: str, rank: int, step: int | None, path: str) -> SaveFailedError:
     """Return the error of a save for which a copy in the object store may still be made; code `COPY_UNKNOWN`."""
     return SaveFailedError(
-        f"save {save_id} ({step_and_rank(step, rank)}) to {path} failed: {detail}, so that it may still be copying to "
-        "the name of a shard; nothing was published; save again",
+        f"save {save_id} ({step_and_rank(step, rank)}) to {path} failed: {detail}, so that the store may still be "
+        "copying to the name of a shard; nothing was published; save again",
         code=COPY_UNKNOWN,
         rank=rank,
         path=path,

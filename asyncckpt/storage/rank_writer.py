@@ -272,7 +272,9 @@ class RankWriter:
                 continue
             origin, durable = shard.origin or self.save_id, self.request.fsync
             digests, prints = bytes(shard.digests), bytes(shard.prints)
-            written.append(WrittenShard(shard.path, shard.nbytes, origin, durable, version, digests, prints))
+            written.append(
+                WrittenShard(shard.path, shard.nbytes, origin, durable, version, digests, prints, shard.n_links)
+            )
         if self._history is not None:
             self._history.add(self.request.path, self.request.rank, written)
 

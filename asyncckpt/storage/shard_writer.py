@@ -107,6 +107,7 @@ class ShardWriter(abc.ABC):
         first: `first_block_print` of the first block, set by `write_extent`.
         prints: Fingerprints of the blocks, one after the other, filled in by `write_extent`; None: not wanted.
         origin: The save whose ID is in the file, if the file is linked to one of that save; else None.
+        n_links: How many saves have linked the file, this one included; 0: it is written.
         fsync_s: Seconds spent in fsync.
     """
 
@@ -120,6 +121,7 @@ class ShardWriter(abc.ABC):
         self.first = b""
         self.prints: bytearray | None = None
         self.origin: SaveId | None = None
+        self.n_links = 0
         self.fsync_s = 0.0
         self._image, self._offset = image, offset
 
@@ -160,15 +162,16 @@ class ShardWriter(abc.ABC):
         with self._image[self._offset + start : self._offset + end] as block:
             return block_print(block) if number else first_block_print(block)
 
-    def take(self, origin: SaveId, digests: bytes, prints: bytes) -> None:
+    def take(self, origin: SaveId, digests: bytes, prints: bytes, n_links: int) -> None:
         """Record that the file is linked to a complete one, instead of being written.
 
         Args:
             origin: The save whose ID is in the file.
             digests: The checksums of its blocks.
             prints: The fingerprints of its blocks.
+            n_links: How many saves have linked it, this one included.
         """
-        self.created = True
+        self.created, self.n_links = True, n_links
         self.origin, self.digests, self.prints = origin, bytearray(digests), bytearray(prints)
         self.first = prints[:PRINT_NBYTES]
 

@@ -31,6 +31,7 @@ class WrittenShard(NamedTuple):
         version: `Store.stat(path).version` after it was closed.
         digests: The checksums of its blocks, one after the other.
         prints: Fingerprints of its blocks, `PRINT_NBYTES` each; that of the first is without the save ID.
+        n_links: How many saves have linked the file since it was written, one after the other.
     """
 
     path: str
@@ -40,6 +41,7 @@ class WrittenShard(NamedTuple):
     version: str
     digests: bytes
     prints: bytes
+    n_links: int = 0
 
     @property
     def history_nbytes(self) -> int:

@@ -245,6 +245,31 @@ def test_a_file_of_a_failed_save_is_gone_and_that_of_the_save_before_is_linked(t
     assert linked(tmp_path, 2) == [BASE]
 
 
+def test_a_file_is_written_anew_after_a_number_of_links_so_that_damage_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unchanged, "MAX_LINKS", 3)
+    history = ShardHistory()
+    save(tmp_path, 0, history)
+    path = base_file(tmp_path, 0)
+    before = os.stat(path)
+    flip_byte(path, 300_000)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if the disk had done it
+    reused = []
+    for number in range(1, 10):
+        with snapshot_of(number) as snapshot:
+            result = commit(str(tmp_path / f"step-{number}"), snapshot, history, Files())
+        reused.append(result.reused_nbytes > 0)
+    assert reused == [True, True, True, False] * 2 + [True]
+    faulty = [n for n in range(10) if verify_checkpoint(str(tmp_path / f"step-{n}"), Files()).faults]
+    assert faulty == [0, 1, 2, 3]
+
+
+def test_the_number_of_links_is_that_of_the_guide() -> None:
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "unchanged-data.md"
+    assert f"anew after {unchanged.MAX_LINKS} links" in guide.read_text()
+
+
 def test_a_checkpoint_is_whole_when_all_others_are_gone(tmp_path: Path) -> None:
     history = ShardHistory()
     for number in range(3):
