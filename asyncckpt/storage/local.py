@@ -165,10 +165,20 @@ class LocalStore(Store):
             files=self.files,
         )
 
+    def link_version(self, name: str) -> str:
+        """Implement `Store.link_version`, with inode number and time of birth: a file that was replaced may have the
+        same time and length. Where a file has another inode number in each stat, nothing is linked.
+        """
+        return self._link_version(name, self.files.lstat(name))
+
+    @staticmethod
+    def _link_version(name: str, found: os.stat_result) -> str:
+        return f"{_entry(name, found).version}.{found.st_ino}.{birth_ns(name)}"
+
     def link(self, source: str, target: str, version: str) -> None:
         """Implement `Store.link`: make a hard link, if the file has the permission bits that new files get."""
         before = self.files.lstat(source)
-        if _entry(source, before).version != version or not stat.S_ISREG(before.st_mode):
+        if not stat.S_ISREG(before.st_mode) or self._link_version(source, before) != version:
             raise OSError(errno.ESTALE, "it has changed since it was written", source)
         if stat.S_IMODE(before.st_mode) & 0o777 != self._mode:
             raise OSError(errno.EPERM, "it has other permission bits than new files get", source)
@@ -178,7 +188,7 @@ class LocalStore(Store):
             # On network file systems, a link may have been made although the call fails.
             if not self._is_same_file(target, before):
                 raise
-        if not self._is_same_file(target, before) or self.stat(target).version != version:
+        if not self._is_same_file(target, before) or self.link_version(target) != version:
             self.remove_quietly(target)
             raise OSError(errno.ESTALE, "it was replaced while it was linked", source)
 

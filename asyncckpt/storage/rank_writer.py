@@ -267,7 +267,7 @@ class RankWriter:
             if shard.prints is None:
                 return
             try:
-                version = self._store.stat(shard.path).version
+                version = self._store.link_version(shard.path)
             except OSError:
                 continue
             origin, durable = shard.origin or self.save_id, self.request.fsync

@@ -236,6 +236,14 @@ class Store(abc.ABC):
             fsync: Whether the shard must survive a power cut once it is finished.
         """
 
+    def link_version(self, name: str) -> str:
+        """Return what `link` compares: a string that changes with the object, and with another one in its place.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+        """
+        return self.stat(name).version
+
     def link(self, source: str, target: str, version: str) -> None:
         """Capability: make an object with the content of another one, without sending its bytes.
 
@@ -244,7 +252,7 @@ class Store(abc.ABC):
         Args:
             source: The other object. Its content is durable.
             target: Name of the new object, which no other process uses.
-            version: `version` in the result of `stat(source)` when its content was known.
+            version: `link_version(source)` when its content was known.
 
         Raises:
             UnknownOutcomeError: `target` may come to exist, now or later.

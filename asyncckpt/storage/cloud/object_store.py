@@ -401,6 +401,10 @@ class ListedStore(Store):
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name)
         return self._below.read_whole(name, max_nbytes)
 
+    def link_version(self, name: str) -> str:
+        """Forward to the wrapped store."""
+        return self._below.link_version(name)
+
     def link(self, source: str, target: str, version: str) -> None:
         """Forward to the wrapped store."""
         self._below.link(source, target, version)

@@ -28,7 +28,7 @@ class WrittenShard(NamedTuple):
         nbytes: Its length.
         origin: The save whose ID is in the file: that which wrote it.
         is_durable: Whether it was flushed.
-        version: `Store.stat(path).version` after it was closed.
+        version: `Store.link_version(path)` after it was closed.
         digests: The checksums of its blocks, one after the other.
         prints: Fingerprints of its blocks, `PRINT_NBYTES` each; that of the first is without the save ID.
         n_links: How many saves have linked the file since it was written, one after the other.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -213,12 +214,25 @@ def replace_by_a_link(path: str) -> None:
     os.symlink(f"{path}.away", path)
 
 
+def replace_by_a_copy(path: str) -> None:
+    shutil.copy2(path, f"{path}.new")
+    os.rename(f"{path}.new", path)
+
+
+def put_back(path: str) -> None:
+    shutil.copy2(path, f"{path}.away")
+    os.unlink(path)
+    shutil.copy2(f"{path}.away", path)
+
+
 DISTURBANCES: dict[str, Callable[[str], None]] = {
     "removed": os.unlink,
     "longer": append,
     "shorter": lambda path: os.truncate(path, os.path.getsize(path) - 1),
     "written to": lambda path: flip_byte(path, 300_000),
     "a symbolic link": replace_by_a_link,
+    "replaced by a copy with its time": replace_by_a_copy,
+    "removed and put back with its time": put_back,
     "of other permissions": lambda path: os.chmod(path, 0o600),
 }
 

@@ -104,7 +104,7 @@ def version_of(store: Store, name: str) -> str:
 def test_a_link_has_the_content_and_stays_when_the_other_name_goes(place: tuple[Store, str]) -> None:
     store, root = place
     store.put(f"{root}/a", b"0123456789")
-    version = version_of(store, f"{root}/a")
+    version = store.link_version(f"{root}/a")
     try:
         store.link(f"{root}/a", f"{root}/b", version)
     except OSError as error:
@@ -119,7 +119,7 @@ def test_a_link_has_the_content_and_stays_when_the_other_name_goes(place: tuple[
 def test_what_has_changed_or_is_gone_is_not_linked(place: tuple[Store, str]) -> None:
     store, root = place
     store.put(f"{root}/a", b"0123456789")
-    version = version_of(store, f"{root}/a")
+    version = store.link_version(f"{root}/a")
     store.put(f"{root}/a", b"another", replace=True)
     for source in ("a", "absent"):
         with pytest.raises(OSError):
