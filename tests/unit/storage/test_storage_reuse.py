@@ -26,7 +26,7 @@ from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.recovery import resume_rank_files
 from asyncckpt.storage.reuse import unchanged
-from asyncckpt.storage.reuse.shard_history import ShardHistory, WrittenShard
+from asyncckpt.storage.reuse.shard_history import MAX_HISTORY_NBYTES, ShardHistory, WrittenShard
 from asyncckpt.storage.store import UnknownOutcomeError
 from asyncckpt.storage.verification import verify_checkpoint
 
@@ -457,8 +457,28 @@ def test_a_history_has_the_last_two_saves_of_a_rank_the_newest_first() -> None:
     assert history.shards("/a/9", 1) == history.shards("/b/9", 0) == []
 
 
+def test_a_history_counts_what_a_shard_takes_besides_its_digests() -> None:
+    history = ShardHistory(max_nbytes=MAX_HISTORY_NBYTES)
+    for rank in range(300):
+        history.add("/a/1", rank, [shard(number) for number in range(1000)])
+    kept = sum(len(history.shards("/a/2", rank)) for rank in range(300))
+    assert 50_000 < kept <= MAX_HISTORY_NBYTES / 600
+
+
+def test_what_a_history_holds_is_counted_right_whatever_is_added_and_forgotten() -> None:
+    rng, history = random.Random(0), ShardHistory(max_nbytes=20_000)
+    for _ in range(2000):
+        rank = rng.randrange(6)
+        if rng.random() < 0.1:
+            history.forget("/a/1", rank)
+        else:
+            history.add("/a/1", rank, [shard(n, rng.randrange(1, 60)) for n in range(rng.randrange(4))])
+        held = [one for other in range(6) for one in history.shards("/a/1", other)]
+        assert history.nbytes == sum(one.history_nbytes for one in held) <= 20_000
+
+
 def test_a_history_has_bounded_memory_and_keeps_the_last_save_of_each_rank_longest() -> None:
-    history = ShardHistory(max_nbytes=24 * 100)
+    history = ShardHistory(max_nbytes=(600 + 24 * 25) * 4)
 
     def add(rank: int, n_blocks: int = 25) -> list[int]:
         history.add("/a/1", rank, [shard(rank, n_blocks)])
@@ -467,4 +487,4 @@ def test_a_history_has_bounded_memory_and_keeps_the_last_save_of_each_rank_longe
     assert [add(rank) for rank in (0, 1, 0, 2)][-1] == [2, 1, 1, 0, 0, 0]
     assert add(3) == [1, 1, 1, 1, 0, 0], "the save before the last of rank 0 goes first"
     assert add(4) == [1, 0, 1, 1, 1, 0], "then the rank that has not saved for longest"
-    assert add(5, 101) == [0] * 6
+    assert add(5, 200) == [0] * 6
