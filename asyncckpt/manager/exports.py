@@ -138,6 +138,7 @@ class ManagerExports:
         try:
             self._queue.make()
             self._open |= {job.key: job.step for job in self._queue.jobs()}
+            self._n_starts += 1
             self._start()
         except OSError as error:
             _log.error("%s cannot be exported to: %s", self._exports, error)
@@ -149,7 +150,6 @@ class ManagerExports:
             file.write(self._settings)
             file.flush()
             file.seek(0)
-            self._n_starts += 1
             self._process.start(str(fd), str(os.getpid()), fds=[fd])
 
     def request(self, name: str, step: int, handle: SaveHandle | None) -> None:
@@ -181,20 +181,29 @@ class ManagerExports:
         if isinstance(written, SaveFuture) and written.peek()[1] is not None:
             self._is_owed = True
             self._open.pop(key, None)
-            self._queue.end(key)
+            try:
+                self._queue.end(key)
+            except OSError as error:
+                _log.warning("exports: a job in %s cannot be withdrawn: %s", self._exports, error)
         else:
             self._process.wake()
 
     def poll(self) -> bool:
-        """Log what has become of exports, and start an exporter that was killed again. Return whether some are left."""
+        """Log what has become of exports, and start an exporter that was killed again. Return whether some are left.
+
+        Never raises because of a file or process: a save must not fail because of exports.
+        """
         if not self._is_leader or self._settings is None:
             return False
         try:
-            left = self._queue.open_keys()
-            failures = self._queue.take_failures()
+            self._look()
         except OSError as error:
-            _log.warning("exports: %s cannot be read: %s", self._exports, error)
-            return bool(self._open)
+            _log.warning("exports: %s cannot be read or written: %s", self._exports, error)
+        return bool(self._open)
+
+    def _look(self) -> None:
+        left = self._queue.open_keys()
+        failures = self._queue.take_failures()
         for key, reason in failures.items():
             _log.error("%s: %s", self._said(key.rpartition(".")[0], self._open.pop(key, None)), reason)
         for key in [key for key in self._open if key not in left]:
@@ -204,19 +213,15 @@ class ManagerExports:
             self._n_starts = 0
         if left and not self._process.is_running:
             self._start_again(left)
-        return bool(self._open)
 
     def _start_again(self, left: Iterable[str]) -> None:
-        if self._n_starts >= _MAX_STARTS:
-            for key in left:
-                self._queue.fail(key, f"the exporter has ended {self._n_starts} times, see its standard error")
-            self._n_starts = 0
-            return
-        try:
-            self._start()
-        except OSError as error:
+        if self._n_starts < _MAX_STARTS:
             self._n_starts += 1
-            _log.warning("exports: no process can be started: %s", error)
+            self._start()
+            return
+        n_starts, self._n_starts = self._n_starts, 0
+        for key in left:
+            self._queue.fail(key, f"the exporter has ended {n_starts} times, see its standard error")
 
     def _said(self, name: str, step: int | None) -> str:
         checkpoint, target = os.path.join(self._root, name), os.path.join(self._exports, name)

@@ -663,11 +663,13 @@ class CheckpointManager:
                 self.checkpointer.close()
         finally:
             self._last_handle = None
-            if self._exports is not None:
-                self._exports.close(END_S if kind is None and self._preemption.grace_left_s is None else 0.0)
-            self._retention.close(self._preemption.grace_left_s if kind is None else EXIT_WAIT_S)
-            self._last_state.close()
-            self._preemption.close()
+            try:  # its wait may be interrupted
+                if self._exports is not None:
+                    self._exports.close(END_S if kind is None and self._preemption.grace_left_s is None else 0.0)
+            finally:
+                self._retention.close(self._preemption.grace_left_s if kind is None else EXIT_WAIT_S)
+                self._last_state.close()
+                self._preemption.close()
 
     def __repr__(self) -> str:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import torch
 
 import asyncckpt
 from asyncckpt import CheckpointManager, RankInfo, SyncCheckpointer, TensorRule
-from asyncckpt.errors import ConfigError, UnsupportedPathError
+from asyncckpt.errors import ConfigError, SaveFailedError, UnsupportedPathError
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, converting_name
 from asyncckpt.interop import convert
@@ -24,6 +25,7 @@ from asyncckpt.interop.hf.export import companions_of
 from asyncckpt.manager.export_queue import QUEUE_NAME, ExportQueue
 from asyncckpt.manager.exporter import MAX_ATTEMPTS, Exporter, ExportSettings, encoded_files
 from asyncckpt.manager.exports import ManagerExports
+from asyncckpt.save_handle import SaveFuture
 from tests.warm_python import WarmPython
 
 pytest.importorskip("safetensors")
@@ -265,6 +267,77 @@ def test_files_that_are_no_jobs_lead_nowhere(tmp_path: Path) -> None:
         (place / name).write_text(text)
     assert queue.jobs() == []
     assert queue.take_failures() == {}
+
+
+# ---- what must not disturb the training ------------------------------------------------------------------------------
+
+
+class NoProcess:
+    """In the place of an exporter: none can be started, or it ends at once."""
+
+    is_running = False
+
+    def start(self, *arguments: Any, **kw: Any) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+def leader(tmp_path: Path, **changes: Any) -> ManagerExports:
+    """Return the exports of a manager on rank 0, that has begun; its exporter ends at once."""
+    one = exports(tmp_path, 1, is_leader=True, options={"config": CONFIG, "key": "model"}, **changes)
+    one._process = NoProcess()  # type: ignore[assignment]
+    one.prepare({})
+    return one
+
+
+def refused(*arguments: Any, **kw: Any) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_queue_that_became_read_only_fails_neither_a_save_nor_the_end_of_the_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = leader(tmp_path)
+    one.request("s1", 1, None)
+    with monkeypatch.context() as broken:
+        for call in ("unlink", "replace", "rename"):
+            broken.setattr(os, call, refused)
+        for _ in range(4 * MAX_ATTEMPTS):
+            one.prepare({})
+        one._ended("s1.0", failed_save())
+        one.close(0.0)
+    assert "Read-only" in caplog.text and one.poll()
+    for _ in range(2 * MAX_ATTEMPTS):
+        one.prepare({})
+    assert not one.poll() and "the exporter has ended 4 times" in caplog.text
+
+
+def failed_save() -> SaveFuture:
+    future = SaveFuture()
+    future.set_exception(SaveFailedError("of no disk", code="EIO"))
+    return future
+
+
+def test_an_interrupt_while_the_exporter_ends_leaves_the_root_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: ManagerExports, timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ManagerExports, "close", interrupted)
+    one = named(tmp_path, export_every=1)
+    one.restore({})
+    one._claim_root()
+    with pytest.raises(KeyboardInterrupt):
+        one.close()
+    monkeypatch.undo()
+    with named(tmp_path) as two:
+        two._claim_root()
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
