@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from asyncckpt.basics.paths import absolute_path, is_url
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.interop.convert import cast_dtype, check_arguments
-from asyncckpt.interop.hf.export import companions_of
-from asyncckpt.interop.hf.model_outline import is_model, unwrapped
+from asyncckpt.interop.hf.export import check_config, companion_files
+from asyncckpt.interop.hf.model_outline import ModelOutline, is_model, outline_of_model, unwrapped
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules
 from asyncckpt.interop.side_process import SideProcess
 from asyncckpt.loading.fetch import thread_count
@@ -78,6 +79,8 @@ class ManagerExports:
         self._options = _json_options(self._given)
         self._queue = ExportQueue(self._exports)
         self._process = SideProcess("asyncckpt.manager.exporter")
+        self._is_prepared = False
+        self._resolve: Callable[[], ExportSettings] | None = None
         self._settings: bytes | None = None
         self._n_starts = 0
         self._open: dict[str, int] = {}  # steps by key of the jobs that are not known to have ended
@@ -92,22 +95,36 @@ class ManagerExports:
         """
         return self._is_owed or step // self._every > (last_step or 0) // self._every
 
-    def prepare(self, state: Mapping[str, Any]) -> None:
+    def prepare(self, state: Mapping[str, Any], *, is_due: bool) -> None:
         """Before a save: learn what the exporter needs, and start it, in the first one. All ranks call it.
 
+        If files cannot be written, that is logged, and tried again before the next save that `is_due`.
+
         Raises:
-            ConfigError: There is no config for the model, or it cannot be written; raised on every rank.
+            ConfigError: There is no config for the model; from the keys of `state` alone, so it is raised on every
+                rank.
 
         Blocks: in the first save, for `state_dict()` of the model, and until the exporter has been started.
         """
-        if self._settings is None:
-            self._settings = self._resolved(state).encode()
+        is_first = not self._is_prepared
+        if is_first:
+            given, options = self._chosen(state)
+            model = unwrapped(given["config"])
+            outline = outline_of_model(model) if is_model(model) else None  # of all ranks: it may be a collective
+            self._is_prepared = True
             if self._is_leader:
+                self._resolve = functools.partial(self._resolved, given, options, outline)
+        if self._resolve is not None and (is_first or is_due):
+            try:
+                self._settings, self._resolve = self._resolve().encode(), None
+            except Exception as error:  # on this rank alone, and maybe of a class of the user: the save goes on
+                _log.error("exports to %s are off until the next save that is due: %r", self._exports, error)
+            else:
                 self._adopt()
-        if self._is_leader:
-            self.poll()
+        self.poll()
 
-    def _resolved(self, state: Mapping[str, Any]) -> ExportSettings:
+    def _chosen(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what the files beside the weights are made of, and the options, with `config` and `key` filled in."""
         models = {key: model for key, value in state.items() if is_model(model := unwrapped(value))}
         with_config = {key: model for key, model in models.items() if getattr(model, "config", None) is not None}
         given, options = {name: self._given.get(name) for name in _COMPANIONS}, dict(self._options)
@@ -120,17 +137,20 @@ class ManagerExports:
                     field="export_options",
                 )
             given["config"] = next(iter(found.values()))
+        check_config(unwrapped(given["config"]))
         if "key" not in options and len(found) == 1:
             options["key"] = next(iter(found))
-        companions = companions_of(**given)
+        return given, options
+
+    def _resolved(self, given: dict[str, Any], options: dict[str, Any], outline: ModelOutline | None) -> ExportSettings:
         return ExportSettings(
             root=self._root,
             exports=self._exports,
             timeout_s=self._timeout_s,
             options=options,
             storage_options=self._storage_options,
-            files=encoded_files(companions.files),
-            model=None if companions.model is None else asdict(companions.model),
+            files=encoded_files(companion_files(**given)),
+            model=None if outline is None else asdict(outline),
         )
 
     def _adopt(self) -> None:
@@ -161,6 +181,9 @@ class ManagerExports:
             handle: Its handle; None: it is committed.
         """
         if not self._is_leader:
+            return
+        if self._settings is None:
+            self._is_owed = True
             return
         is_save = isinstance(handle, SaveHandle)
         try:

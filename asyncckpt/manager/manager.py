@@ -472,7 +472,7 @@ class CheckpointManager:
             self._has_looked = True
             self._retention.warn_of_others()
         if self._exports is not None:
-            self._exports.prepare(state)
+            self._exports.prepare(state, is_due=self._exports.is_due(step, self._last_step))
         max_wait_s = config.slot_timeout_s if config.on_busy == "wait" else 0.0
         hold, handle = DirectoryHold(self._names.name(step)), None
         try:  # IMPORTANT: an interrupt may come between any two lines, and the directory must not stay busy for ever

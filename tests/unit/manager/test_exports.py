@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -21,7 +22,8 @@ from asyncckpt.errors import ConfigError, SaveFailedError, UnsupportedPathError
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, converting_name
 from asyncckpt.interop import convert
-from asyncckpt.interop.hf.export import companions_of
+from asyncckpt.interop.hf.export import companion_files
+from asyncckpt.interop.hf.model_outline import outline_of_model
 from asyncckpt.manager.export_queue import QUEUE_NAME, ExportQueue
 from asyncckpt.manager.exporter import MAX_ATTEMPTS, Exporter, ExportSettings, encoded_files
 from asyncckpt.manager.exports import ManagerExports
@@ -55,16 +57,14 @@ def saved(root: Path, step: int, value: float | None = None) -> str:
 
 
 def settings(root: Path, **options: Any) -> ExportSettings:
-    found = companions_of(config=Model())
-    assert found.model is not None
     return ExportSettings(
         root=str(root),
         exports=str(root / "hf"),
         timeout_s=60.0,
         options={"key": "model", **options},
         storage_options={},
-        files=encoded_files(found.files),
-        model=asdict(found.model),
+        files=encoded_files(companion_files(config=Model())),
+        model=asdict(outline_of_model(Model())),
     )
 
 
@@ -291,7 +291,7 @@ def leader(tmp_path: Path, **changes: Any) -> ManagerExports:
     """Return the exports of a manager on rank 0, that has begun; its exporter ends at once."""
     one = exports(tmp_path, 1, is_leader=True, options={"config": CONFIG, "key": "model"}, **changes)
     one._process = NoProcess()  # type: ignore[assignment]
-    one.prepare({})
+    one.prepare({}, is_due=True)
     return one
 
 
@@ -308,12 +308,12 @@ def test_a_queue_that_became_read_only_fails_neither_a_save_nor_the_end_of_the_m
         for call in ("unlink", "replace", "rename"):
             broken.setattr(os, call, refused)
         for _ in range(4 * MAX_ATTEMPTS):
-            one.prepare({})
+            one.prepare({}, is_due=True)
         one._ended("s1.0", failed_save())
         one.close(0.0)
     assert "Read-only" in caplog.text and one.poll()
     for _ in range(2 * MAX_ATTEMPTS):
-        one.prepare({})
+        one.prepare({}, is_due=True)
     assert not one.poll() and "the exporter has ended 4 times" in caplog.text
 
 
@@ -321,6 +321,28 @@ def failed_save() -> SaveFuture:
     future = SaveFuture()
     future.set_exception(SaveFailedError("of no disk", code="EIO"))
     return future
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_without_room_for_temporary_files_saves_go_on_and_exports_begin_with_the_next_one_that_is_due(
+    is_leader: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = exports(tmp_path, is_leader=is_leader)
+    one._process = NoProcess()  # type: ignore[assignment]
+    model = Model()
+    with monkeypatch.context() as broken:
+        broken.setattr(tempfile, "tempdir", "/nonexistent")
+        one.prepare({"model": model}, is_due=False)
+        one.prepare({"model": model}, is_due=False)
+        assert ("are off until the next save that is due" in caplog.text) == is_leader
+        assert caplog.text.count("are off") == is_leader, "tried once"
+        one.request("s1", 1, None)
+        assert one.is_due(2, 1) == is_leader, "the next save is exported in its place"
+    collective: list[int] = []
+    monkeypatch.setattr(model, "state_dict", lambda: collective.append(1))
+    one.prepare({"model": model}, is_due=True)
+    one.request("s2", 2, None)
+    assert one.busy() == ({"s2"} if is_leader else set()) and not collective, "other ranks would not take part"
 
 
 def test_an_interrupt_while_the_exporter_ends_leaves_the_root_free(
@@ -377,15 +399,16 @@ def test_exports_go_to_a_directory_beside_the_checkpoints(tmp_path: Path) -> Non
 
 
 def test_the_model_that_is_saved_gives_the_config_and_without_one_that_is_said_before_the_save(tmp_path: Path) -> None:
-    one = exports(tmp_path, options={"rules": [TensorRule("a", "b")]})
-    one.prepare({"net": torch.nn.parallel.DataParallel(Model()).module, "step": 1})
+    one = exports(tmp_path, is_leader=True, options={"rules": [TensorRule("a", "b")]})
+    one._process = NoProcess()  # type: ignore[assignment]
+    one.prepare({"net": torch.nn.parallel.DataParallel(Model()).module, "step": 1}, is_due=True)
     assert one._settings is not None
     found = json.loads(one._settings)
     assert found["options"] == {"key": "net", "rules": [{"sources": ["a"], "targets": ["b"], "dim": 0, "stack_dim": 0}]}
     assert found["model"]["tied"] == {"head.weight": "embed.weight"} and list(found["files"]) == ["config.json"]
     for state in ({}, {"a": torch.nn.Linear(1, 1)}, {"a": Model(), "b": Model()}):
         with pytest.raises(ConfigError, match="models that have a config"):
-            exports(tmp_path).prepare(state)
+            exports(tmp_path).prepare(state, is_due=True)
     with named(tmp_path, export_every=1) as manager, pytest.raises(ConfigError, match="models that have a config"):
         manager.save(1, {"step": 1})
     assert not (tmp_path / "runs" / "step-00000001").exists()
