@@ -1,9 +1,14 @@
 """The exports that a manager has requested, on disk, so that they outlive the manager and its exporter. No torch.
 
 The queue is the directory `.exports` in the directory of the exports. A job is a file `NAME.TOKEN.job`, where NAME is
-the name of a checkpoint's directory, and of the export's. It is made after the save has been staged, and removed when
-the export is complete, or has failed; then `NAME.TOKEN.failed` says why until the manager has logged it. Each attempt
-appends a line to the job, so that a checkpoint whose export kills the exporter is given up.
+the name of a checkpoint's directory, and of the export's, and TOKEN begins with that of the run that has requested it.
+It is made after the save has been staged, and removed when the export is complete, or has failed; then
+`NAME.TOKEN.failed` says why until the manager has logged it. The commit of the checkpoint appends a line to the job, so
+that one that is gone is not waited for; and so does each attempt, so that a checkpoint whose export kills the exporter
+is given up.
+
+A run does its own jobs, and those that it finds when it begins. An earlier run's exporter may still be at work on those
+then: what it has done by the time that it ends is no longer there.
 """
 
 from __future__ import annotations
@@ -15,12 +20,16 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from asyncckpt.format.names import converting_name, is_converting
+from asyncckpt.interop.publish import remove
 from asyncckpt.storage.files import Files, read_small_file
 
 QUEUE_NAME = ".exports"
 _JOB, _FAILED, _LOCK_NAME = ".job", ".failed", "lock"
+_BEGUN, _COMMITTED = "begun", "committed"
 _MAX_NBYTES = 64 << 10
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -34,6 +43,7 @@ class ExportJob:
         name: Name of the checkpoint's directory in the root.
         step: Its step.
         call: The `SaveId.call` of its save; empty: any save.
+        is_committed: Whether it was committed.
         created_ns: Time at which it was requested, in ns since 1970.
         n_attempts: How often an exporter has begun it.
     """
@@ -43,6 +53,7 @@ class ExportJob:
     step: int
     call: str
     created_ns: int
+    is_committed: bool = False
     n_attempts: int = 0
 
 
@@ -51,10 +62,22 @@ class ExportQueue:
 
     Args:
         exports: Absolute path of the directory of the exports.
+        run: Token of the run whose jobs are its own; empty: all are.
+        adopted: Keys of further jobs that are its own.
     """
 
-    def __init__(self, exports: str) -> None:
-        self._directory, self._files = os.path.join(exports, QUEUE_NAME), Files()
+    def __init__(self, exports: str, run: str = "", adopted: Collection[str] = ()) -> None:
+        self._exports, self._directory, self._files = exports, os.path.join(exports, QUEUE_NAME), Files()
+        self._run, self._adopted = run, frozenset(adopted)
+
+    def adopt(self) -> list[str]:
+        """Make all jobs that are there own ones, in this object; return their keys.
+
+        Raises:
+            OSError: The queue cannot be listed.
+        """
+        self._adopted = frozenset(self._keys(_JOB))
+        return sorted(self._adopted)
 
     def add(self, name: str, *, step: int, call: str) -> ExportJob:
         """Add a job, in one step.
@@ -62,8 +85,8 @@ class ExportQueue:
         Raises:
             OSError: It cannot be written.
         """
-        key = f"{name}.{secrets.token_hex(4)}"
-        job = ExportJob(key=key, name=name, step=step, call=call, created_ns=time.time_ns())
+        key = f"{name}.{self._run}{secrets.token_hex(4)}"
+        job = ExportJob(key=key, name=name, step=step, call=call, created_ns=time.time_ns(), is_committed=not call)
         self.make()
         self._put(key, _JOB, {"step": step, "call": call, "created_ns": job.created_ns})
         return job
@@ -77,12 +100,12 @@ class ExportQueue:
         os.makedirs(self._directory, exist_ok=True)
 
     def jobs(self) -> list[ExportJob]:
-        """Return the jobs, the earliest request first. A file that is no job is left out.
+        """Return the own jobs, the earliest request first. A file that is no job fails; one that cannot be read stays.
 
         Raises:
-            OSError: The queue cannot be listed.
+            OSError: The queue cannot be listed, or a job not be removed.
         """
-        found = [self._read(key) for key in self._keys(_JOB)]
+        found = [self._read(key) for key in self.open_keys()]
         return sorted((job for job in found if job is not None), key=lambda job: job.created_ns)
 
     def names(self) -> set[str]:
@@ -94,12 +117,13 @@ class ExportQueue:
         return {_name_of(key) for key in self._keys(_JOB)}
 
     def open_keys(self) -> set[str]:
-        """Return the keys of the jobs.
+        """Return the keys of the own jobs.
 
         Raises:
             OSError: The queue cannot be listed.
         """
-        return set(self._keys(_JOB))
+        keys = self._keys(_JOB)
+        return {key for key in keys if key in self._adopted or key.rpartition(".")[2].startswith(self._run)}
 
     def begin(self, job: ExportJob) -> bool:
         """Record an attempt; return False if the job was withdrawn.
@@ -107,12 +131,24 @@ class ExportQueue:
         Raises:
             OSError: It cannot be recorded.
         """
+        return self._append(job.key, _BEGUN)
+
+    def committed(self, key: str) -> None:
+        """Record that the checkpoint of a job was committed.
+
+        Raises:
+            OSError: It cannot be recorded.
+        """
+        self._append(key, _COMMITTED)
+
+    def _append(self, key: str, line: str) -> bool:
+        """Append a line to a job, unless it has ended."""
         try:
-            fd = os.open(self._path(job.key, _JOB), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            fd = os.open(self._path(key, _JOB), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         with open(fd, "ab") as file:
-            file.write(b"\n")
+            file.write(f"{line}\n".encode())
         return True
 
     def end(self, key: str) -> None:
@@ -121,10 +157,30 @@ class ExportQueue:
             os.unlink(self._path(key, _JOB))
 
     def fail(self, key: str, reason: str) -> None:
-        """Remove a job, and leave the reason for the manager."""
-        with contextlib.suppress(OSError):  # a full disk, say: the job is removed nevertheless
+        """Remove a job and what a killed exporter has left of it, and leave the reason for the manager.
+
+        Raises:
+            OSError: The job cannot be removed.
+        """
+        self.remove_leftovers(_name_of(key))
+        try:
             self._put(key, _FAILED, {"reason": reason})
-        self.end(key)
+        except OSError:  # a full disk, say. IMPORTANT: a job that is merely gone would count as exported
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._path(key, _JOB), self._path(key, _FAILED))
+        else:
+            self.end(key)
+
+    def remove_leftovers(self, name: str) -> None:
+        """Remove what an exporter that was killed has left of an export.
+
+        Raises:
+            OSError: The exports cannot be listed.
+        """
+        prefix, length = f".{name}.", len(converting_name(name, "0" * 12))
+        for found in os.listdir(self._exports):
+            if is_converting(found) and found.startswith(prefix) and len(found) == length:
+                remove(os.path.join(self._exports, found))
 
     def take_failures(self) -> dict[str, str]:
         """Return the reasons of failed jobs by key, and remove them.
@@ -135,10 +191,17 @@ class ExportQueue:
         found = {}
         for key in self._keys(_FAILED):
             reason = (self._json(key, _FAILED) or {}).get("reason")
-            found[key] = str(reason or "unknown")
+            found[key] = str(
+                reason or f"why is unknown, as it could not be written, maybe for want of space; see {self.log_path}"
+            )
             with contextlib.suppress(OSError):
                 os.unlink(self._path(key, _FAILED))
         return found
+
+    @property
+    def log_path(self) -> str:
+        """Path of the file that is the standard error of exporters."""
+        return os.path.join(self._directory, "log")
 
     def lock(self) -> int | None:
         """Take the lock under which one exporter works; return a descriptor that holds it. None: another one works.
@@ -171,38 +234,55 @@ class ExportQueue:
 
     def _put(self, key: str, suffix: str, content: dict[str, object]) -> None:
         temporary = self._path(key, ".new")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(temporary, self._path(key, suffix))
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(json.dumps(content) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path(key, suffix))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def _text(self, key: str, suffix: str) -> str:
         return read_small_file(self._files, self._path(key, suffix), _MAX_NBYTES).decode()
 
     def _json(self, key: str, suffix: str) -> dict[str, object] | None:
         try:
-            found = json.loads(self._text(key, suffix))
+            found = json.loads(self._text(key, suffix).partition("\n")[0])
         except (OSError, ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
 
     def _read(self, key: str) -> ExportJob | None:
-        """Return a job; None: it is gone, or is no job.
+        """Return a job; None: it is gone, or cannot be read, or is no job, and fails.
 
         IMPORTANT: the name is taken from the file's name, so that it is one of an entry of the root: a forged or copied
         queue cannot lead elsewhere.
         """
         try:
-            text = self._text(key, _JOB)
-            found = json.loads(text)
-            step, call, created_ns = found["step"], found["call"], found["created_ns"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            head, *lines = self._text(key, _JOB).split("\n")
+            found = json.loads(head)
+            job = ExportJob(
+                key=key,
+                name=_name_of(key),
+                step=found["step"],
+                call=found["call"],
+                created_ns=found["created_ns"],
+                is_committed=not found["call"] or _COMMITTED in lines,
+                n_attempts=lines.count(_BEGUN),
+            )
+            if not (type(job.step) is type(job.created_ns) is int and isinstance(job.call, str)):
+                raise ValueError("fields of other types")
+            if job.name in ("", ".", ".."):
+                raise ValueError("no name")
+        except OSError:
             return None
-        name = _name_of(key)
-        if not (type(step) is type(created_ns) is int and isinstance(call, str)) or name in ("", ".", ".."):
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            self.fail(key, f"its request is unreadable, maybe after a power cut: {error!r}")
             return None
-        return ExportJob(
-            key=key, name=name, step=step, call=call, created_ns=created_ns, n_attempts=len(text) - len(text.rstrip())
-        )
+        return job
 
 
 def _name_of(key: str) -> str:

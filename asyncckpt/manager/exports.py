@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -77,10 +78,11 @@ class ManagerExports:
         self._storage_options = dict(storage_options or {})
         self._given = dict(options or {})
         self._options = _json_options(self._given)
-        self._queue = ExportQueue(self._exports)
+        self._run = secrets.token_hex(4)
+        self._queue = ExportQueue(self._exports, self._run)
         self._process = SideProcess("asyncckpt.manager.exporter")
         self._is_prepared = False
-        self._resolve: Callable[[], ExportSettings] | None = None
+        self._resolve: Callable[[list[str]], ExportSettings] | None = None
         self._settings: bytes | None = None
         self._n_starts = 0
         self._open: dict[str, int] = {}  # steps by key of the jobs that are not known to have ended
@@ -116,11 +118,9 @@ class ManagerExports:
                 self._resolve = functools.partial(self._resolved, given, options, outline)
         if self._resolve is not None and (is_first or is_due):
             try:
-                self._settings, self._resolve = self._resolve().encode(), None
+                self._begin(self._resolve)
             except Exception as error:  # on this rank alone, and maybe of a class of the user: the save goes on
                 _log.error("exports to %s are off until the next save that is due: %r", self._exports, error)
-            else:
-                self._adopt()
         self.poll()
 
     def _chosen(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -142,26 +142,28 @@ class ManagerExports:
             options["key"] = next(iter(found))
         return given, options
 
-    def _resolved(self, given: dict[str, Any], options: dict[str, Any], outline: ModelOutline | None) -> ExportSettings:
+    def _resolved(
+        self, given: dict[str, Any], options: dict[str, Any], outline: ModelOutline | None, adopted: list[str]
+    ) -> ExportSettings:
         return ExportSettings(
             root=self._root,
             exports=self._exports,
             timeout_s=self._timeout_s,
+            run=self._run,
+            adopted=adopted,
             options=options,
             storage_options=self._storage_options,
             files=encoded_files(companion_files(**given)),
             model=None if outline is None else asdict(outline),
         )
 
-    def _adopt(self) -> None:
-        """Go on with the jobs that an earlier training has left."""
-        try:
-            self._queue.make()
-            self._open |= {job.key: job.step for job in self._queue.jobs()}
-            self._n_starts += 1
-            self._start()
-        except OSError as error:
-            _log.error("%s cannot be exported to: %s", self._exports, error)
+    def _begin(self, resolve: Callable[[list[str]], ExportSettings]) -> None:
+        """Start the exporter, also for the jobs that an earlier training has left."""
+        self._queue.make()
+        settings = resolve(self._queue.adopt())
+        self._open |= {job.key: job.step for job in self._queue.jobs()}
+        self._settings, self._resolve, self._n_starts = settings.encode(), None, 1
+        self._start()
 
     def _start(self) -> None:
         assert self._settings is not None
@@ -170,7 +172,7 @@ class ManagerExports:
             file.write(self._settings)
             file.flush()
             file.seek(0)
-            self._process.start(str(fd), str(os.getpid()), fds=[fd])
+            self._process.start(str(fd), str(os.getpid()), fds=[fd], log_path=self._queue.log_path)
 
     def request(self, name: str, step: int, handle: SaveHandle | None) -> None:
         """Request the export of a save that has begun. Rank 0 exports; does nothing on other ranks.
@@ -201,15 +203,18 @@ class ManagerExports:
 
     def _ended(self, key: str, written: Any) -> None:
         """Wake the exporter, or withdraw the job of a save that has failed. Called in any thread."""
-        if isinstance(written, SaveFuture) and written.peek()[1] is not None:
+        has_failed = isinstance(written, SaveFuture) and written.peek()[1] is not None
+        if has_failed:
             self._is_owed = True
             self._open.pop(key, None)
-            try:
+        try:
+            if has_failed:
                 self._queue.end(key)
-            except OSError as error:
-                _log.warning("exports: a job in %s cannot be withdrawn: %s", self._exports, error)
-        else:
-            self._process.wake()
+            else:
+                self._queue.committed(key)
+        except OSError as error:
+            _log.warning("exports: a job in %s cannot be written: %s", self._exports, error)
+        self._process.wake()
 
     def poll(self) -> bool:
         """Log what has become of exports, and start an exporter that was killed again. Return whether some are left.
@@ -230,8 +235,11 @@ class ManagerExports:
         for key, reason in failures.items():
             _log.error("%s: %s", self._said(key.rpartition(".")[0], self._open.pop(key, None)), reason)
         for key in [key for key in self._open if key not in left]:
-            step, self._n_starts = self._open.pop(key, None), 0
-            _log.info("exported step %s to %s", step, os.path.join(self._exports, key.rpartition(".")[0]))
+            step, name, self._n_starts = self._open.pop(key, None), key.rpartition(".")[0], 0
+            if os.path.isdir(os.path.join(self._exports, name)):
+                _log.info("exported step %s to %s", step, os.path.join(self._exports, name))
+            else:
+                _log.error("%s: it is not there; see %s", self._said(name, step), self._queue.log_path)
         if failures:
             self._n_starts = 0
         if left and not self._process.is_running:
@@ -244,7 +252,7 @@ class ManagerExports:
             return
         n_starts, self._n_starts = self._n_starts, 0
         for key in left:
-            self._queue.fail(key, f"the exporter has ended {n_starts} times, see its standard error")
+            self._queue.fail(key, f"the exporter has ended {n_starts} times, see {self._queue.log_path}")
 
     def _said(self, name: str, step: int | None) -> str:
         checkpoint, target = os.path.join(self._root, name), os.path.join(self._exports, name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -61,6 +63,8 @@ def settings(root: Path, **options: Any) -> ExportSettings:
         root=str(root),
         exports=str(root / "hf"),
         timeout_s=60.0,
+        run="",
+        adopted=[],
         options={"key": "model", **options},
         storage_options={},
         files=encoded_files(companion_files(config=Model())),
@@ -169,12 +173,70 @@ def test_what_an_earlier_training_has_requested_and_never_committed_is_given_up_
 ) -> None:
     queue = ExportQueue(str(tmp_path / "hf"))
     queue.add("s1", step=1, call="never committed")
-    exporter = Exporter(settings(tmp_path))
+    exporter = Exporter(dataclasses.replace(settings(tmp_path), adopted=queue.adopt()))
     assert exporter.step()
     now = time.time_ns() + 61 * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: now)
     assert not exporter.step()
     assert "no committed checkpoint" in next(iter(queue.take_failures().values()))
+
+
+def test_what_a_training_that_has_ended_never_committed_is_given_up_in_time_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    queue.add("s1", step=1, call="never committed")
+    assert exporter.step() and exporter.step(is_alone=True), "the worker may still be writing it"
+    now = time.time_ns() + 61 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    assert exporter.step() and not exporter.step(is_alone=True)
+    assert "no committed checkpoint" in next(iter(queue.take_failures().values()))
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_checkpoint_that_was_committed_and_is_gone_is_not_waited_for(is_replaced: bool, tmp_path: Path) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    job = queue.add("s1", step=1, call="of another save")
+    if is_replaced:
+        saved(tmp_path, 1)
+    assert exporter.step()
+    queue.committed(job.key)
+    queue.add("s2", step=2, call="")
+    assert not exporter.step()
+    assert ["removed or replaced" in reason for reason in queue.take_failures().values()] == [True, True]
+    queue.committed(job.key)
+    assert not queue.names(), "a job that has ended does not come back"
+
+
+def test_an_exporter_leaves_the_jobs_of_a_later_run_alone_which_does_those_it_has_found(tmp_path: Path) -> None:
+    place = str(tmp_path / "hf")
+    ours = settings(tmp_path)
+    old, new = ExportQueue(place, "0a"), ExportQueue(place, "0b")
+    old.add("s1", step=1, call=saved(tmp_path, 1))
+    found = new.adopt()
+    new.add("s2", step=2, call=saved(tmp_path, 2))
+    old.add("s3", step=3, call=saved(tmp_path, 3))
+    earlier = Exporter(dataclasses.replace(ours, run="0a"))
+    later = Exporter(dataclasses.replace(ours, run="0b", adopted=found))
+    assert not later.step() and exported(tmp_path) == {"s2": 2.0}, "step 1 is older"
+    assert not earlier.step() and exported(tmp_path) == {"s2": 2.0, "s3": 3.0}
+
+
+def test_an_export_that_failed_on_a_full_disk_is_not_reported_as_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "asyncckpt")
+    one, queue = leader(tmp_path), ExportQueue(str(tmp_path / "hf"))
+    for step in (1, 2):
+        one.request(f"s{step}", step, None)
+    first, second = queue.jobs()
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", refused)
+        queue.fail(first.key, "SaveFailedError: ENOSPC")
+    queue.end(second.key)
+    assert not one.poll() and "exported" not in caplog.text
+    assert "export of step 1" in caplog.text and "why is unknown" in caplog.text
+    assert "export of step 2" in caplog.text and "it is not there" in caplog.text
 
 
 def test_rules_and_a_dtype_reach_the_exporter(tmp_path: Path) -> None:
@@ -238,6 +300,20 @@ def test_a_checkpoint_whose_export_kills_is_given_up(tmp_path: Path) -> None:
     assert exported(tmp_path) == {}
 
 
+@pytest.mark.parametrize("why", ["killed too often", "a newer one", "never committed"])
+def test_what_a_killed_export_has_left_goes_with_its_job(why: str, tmp_path: Path) -> None:
+    queue = ExportQueue(str(tmp_path / "hf"))
+    exporter = Exporter(dataclasses.replace(settings(tmp_path), timeout_s=0.0))
+    job = queue.add("s1", step=1, call=saved(tmp_path, 1) if why != "never committed" else "none")
+    (tmp_path / "hf" / converting_name("s1", "0" * 12)).mkdir()
+    if why == "a newer one":
+        queue.add("s2", step=2, call=saved(tmp_path, 2))
+    for _ in range(MAX_ATTEMPTS if why == "killed too often" else 0):
+        queue.begin(job)
+    assert not exporter.step(is_alone=True) and queue.take_failures()
+    assert sorted(os.listdir(tmp_path / "hf")) == [QUEUE_NAME, *(["s2"] if why == "a newer one" else [])]
+
+
 def test_only_leftovers_of_the_same_checkpoint_are_removed(tmp_path: Path) -> None:
     queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
     queue.add("s1", step=1, call=saved(tmp_path, 1))
@@ -258,15 +334,23 @@ def test_one_exporter_works_at_a_time(tmp_path: Path) -> None:
     os.close(again)
 
 
-def test_files_that_are_no_jobs_lead_nowhere(tmp_path: Path) -> None:
+def test_files_that_are_no_jobs_fail_and_lead_nowhere(tmp_path: Path) -> None:
     queue = ExportQueue(str(tmp_path / "hf"))
     queue.make()
     place = tmp_path / "hf" / QUEUE_NAME
     job = json.dumps({"step": 1, "call": "", "created_ns": 1})
-    for name, text in {"...job": job, "a.0.job": "{", "b.0.job": "[]", "c.0.job": "{}", ".job": job}.items():
+    for name, text in {
+        "...job": job,
+        "a.0.job": "{",
+        "b.0.job": "[]",
+        "c.0.job": "{}",
+        "d.0.job": "",
+        ".job": job,
+    }.items():
         (place / name).write_text(text)
-    assert queue.jobs() == []
-    assert queue.take_failures() == {}
+    assert queue.jobs() == [] and not queue.names(), "retention keeps nothing for them"
+    assert all("unreadable" in reason for reason in queue.take_failures().values())
+    assert list(place.iterdir()) == [] and os.listdir(tmp_path) == ["hf"]
 
 
 # ---- what must not disturb the training ------------------------------------------------------------------------------
