@@ -7,6 +7,9 @@ It is made after the save has been staged, and removed when the export is comple
 that one that is gone is not waited for; and so does each attempt, so that a checkpoint whose export kills the exporter
 is given up.
 
+The file `root` names the root whose exports they are. Another root's checkpoints have the same names, so they are not
+exported there.
+
 A run does its own jobs, and those that it finds when it begins. An earlier run's exporter may still be at work on those
 then: what it has done by the time that it ends is no longer there.
 """
@@ -23,12 +26,14 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from asyncckpt.basics.paths import is_url
+from asyncckpt.errors import ConfigError
 from asyncckpt.format.names import converting_name, is_converting
-from asyncckpt.interop.publish import remove
-from asyncckpt.storage.files import Files, read_small_file
+from asyncckpt.interop.publish import is_inside, remove
+from asyncckpt.storage.files import Files, put_new_name, read_small_file
 
 QUEUE_NAME = ".exports"
-_JOB, _FAILED, _LOCK_NAME = ".job", ".failed", "lock"
+_JOB, _FAILED, _LOCK_NAME, _ROOT_NAME = ".job", ".failed", "lock", "root"
 _BEGUN, _COMMITTED = "begun", "committed"
 _MAX_NBYTES = 64 << 10
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP)
@@ -64,11 +69,12 @@ class ExportQueue:
         exports: Absolute path of the directory of the exports.
         run: Token of the run whose jobs are its own; empty: all are.
         adopted: Keys of further jobs that are its own.
+        root: Absolute path, or URL, of the root, for `make`; None: it is not compared.
     """
 
-    def __init__(self, exports: str, run: str = "", adopted: Collection[str] = ()) -> None:
+    def __init__(self, exports: str, run: str = "", adopted: Collection[str] = (), *, root: str | None = None) -> None:
         self._exports, self._directory, self._files = exports, os.path.join(exports, QUEUE_NAME), Files()
-        self._run, self._adopted = run, frozenset(adopted)
+        self._run, self._adopted, self._root = run, frozenset(adopted), root
 
     def adopt(self) -> list[str]:
         """Make all jobs that are there own ones, in this object; return their keys.
@@ -83,6 +89,7 @@ class ExportQueue:
         """Add a job, in one step.
 
         Raises:
+            ConfigError: As `make`.
             OSError: It cannot be written.
         """
         key = f"{name}.{self._run}{secrets.token_hex(4)}"
@@ -92,12 +99,32 @@ class ExportQueue:
         return job
 
     def make(self) -> None:
-        """Make the directory.
+        """Make the directory, for the exports of this root.
 
         Raises:
+            ConfigError: The exports there are of another root.
             OSError: It cannot be made.
         """
         os.makedirs(self._directory, exist_ok=True)
+        if self._root is None:
+            return
+        mine, path = _owner(self._root, self._exports), self._path(_ROOT_NAME, "")
+        if not os.path.lexists(path):
+            temporary = self._written(secrets.token_hex(4), {"root": mine})
+            try:
+                with contextlib.suppress(FileExistsError):
+                    put_new_name(self._files, temporary, path)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+        found = (self._json(_ROOT_NAME, "") or {}).get("root")
+        if found != mine:
+            raise ConfigError(
+                f"{self._exports} has the exports of another root, {found!r}, whose checkpoints have the same names: "
+                f"give another export_to, or remove {path} if that root was moved here or is no longer used",
+                field="export_to",
+                value=self._exports,
+            )
 
     def jobs(self) -> list[ExportJob]:
         """Return the own jobs, the earliest request first. A file that is no job fails; one that cannot be read stays.
@@ -233,17 +260,21 @@ class ExportQueue:
         return os.path.join(self._directory, key + suffix)
 
     def _put(self, key: str, suffix: str, content: dict[str, object]) -> None:
+        os.replace(self._written(key, content), self._path(key, suffix))
+
+    def _written(self, key: str, content: dict[str, object]) -> str:
+        """Write and flush a file; return its temporary path."""
         temporary = self._path(key, ".new")
         try:
             with open(temporary, "w", encoding="utf-8") as file:
                 file.write(json.dumps(content) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, self._path(key, suffix))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+        return temporary
 
     def _text(self, key: str, suffix: str) -> str:
         return read_small_file(self._files, self._path(key, suffix), _MAX_NBYTES).decode()
@@ -283,6 +314,14 @@ class ExportQueue:
             self.fail(key, f"its request is unreadable, maybe after a power cut: {error!r}")
             return None
         return job
+
+
+def _owner(root: str, exports: str) -> str:
+    """Return the root as the queue names it: relative if the exports are in it, so that both may be moved."""
+    if is_url(root):
+        return root
+    real = os.path.realpath(root)
+    return os.path.relpath(real, os.path.realpath(exports)) if is_inside(exports, root) else real
 
 
 def _name_of(key: str) -> str:

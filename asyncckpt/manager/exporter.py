@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.basics.paths import current_umask
+from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from asyncckpt.manager.export_queue import ExportJob, ExportQueue
 from asyncckpt.storage.checkpoint_dir import manifest_or_error
+from asyncckpt.storage.files import Files
 from asyncckpt.storage.locate import store_at, with_storage_options
 
 if TYPE_CHECKING:
@@ -142,12 +144,14 @@ class Exporter:
         from asyncckpt.interop.hf.export import below, export_checkpoint
         from asyncckpt.interop.mapping.tensor_rules import rules_from_json
 
+        target = os.path.join(self._settings.exports, job.name)
+        _check_replaceable(target)
         options = dict(self._settings.options)
         keys, key_map = below(options.pop("key", None), options.pop("key_map", None))
         rules = options.pop("rules", None)
         export_checkpoint(
             os.path.join(self._settings.root, job.name),
-            os.path.join(self._settings.exports, job.name),
+            target,
             keys=keys,
             key_map=key_map,
             rules=None if rules is None else rules_from_json(rules, "rules"),
@@ -164,6 +168,20 @@ class Exporter:
         files = {name: base64.b64decode(text) for name, text in self._settings.files.items()}
         model = self._settings.model
         return ExportCompanions(files=files, model=None if model is None else ModelOutline(**model))
+
+
+def _check_replaceable(target: str) -> None:
+    """Raise unless there is nothing at `target`, or an empty directory, or an earlier export."""
+    from asyncckpt.interop.sources.detect import kind_at
+
+    try:
+        kind = kind_at(target, Files())
+    except CheckpointNotFoundError:
+        return
+    if kind != "hf" and not (os.path.isdir(target) and not os.listdir(target)):
+        raise CheckpointExistsError(
+            f"{target} is no export, but of kind {kind}; it was left unchanged. Give another export_to", path=target
+        )
 
 
 def main() -> None:

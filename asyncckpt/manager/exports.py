@@ -52,6 +52,7 @@ class ManagerExports:
         is_leader: Whether this is rank 0, which alone exports.
         timeout_s: As of `ExportSettings`.
         storage_options: Options of the object store of the root.
+        mirror: Absolute path, or URL, of the root's mirror; None: there is none.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -68,18 +69,19 @@ class ManagerExports:
         is_leader: bool,
         timeout_s: float,
         storage_options: Mapping[str, str] | None,
+        mirror: str | None = None,
     ) -> None:
         if type(every) is not int or every < 1:
             raise ConfigError(
                 f"export_every={every!r}: expected None or an int from 1", field="export_every", value=repr(every)
             )
         self._every, self._is_leader, self._timeout_s = every, is_leader, timeout_s
-        self._root, self._exports = root, _exports_of(root, to)
+        self._root, self._exports = root, _exports_of(root, to, mirror)
         self._storage_options = dict(storage_options or {})
         self._given = dict(options or {})
         self._options = _json_options(self._given)
         self._run = secrets.token_hex(4)
-        self._queue = ExportQueue(self._exports, self._run)
+        self._queue = ExportQueue(self._exports, self._run, root=root)
         self._process = SideProcess("asyncckpt.manager.exporter")
         self._is_prepared = False
         self._resolve: Callable[[list[str]], ExportSettings] | None = None
@@ -87,6 +89,8 @@ class ManagerExports:
         self._n_starts = 0
         self._open: dict[str, int] = {}  # steps by key of the jobs that are not known to have ended
         self._is_owed = False
+        self._last_names: set[str] = set()
+        self._is_unreadable = False
 
     def is_due(self, step: int, last_step: int | None) -> bool:
         """Return whether `step` is the first one that is saved at, or after, a multiple of `every`.
@@ -190,7 +194,7 @@ class ManagerExports:
         is_save = isinstance(handle, SaveHandle)
         try:
             job = self._queue.add(name, step=step, call=handle.save_id.call if handle is not None and is_save else "")
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._is_owed = True
             _log.error("%s: the next checkpoint is exported instead: %s", self._said(name, step), error)
             return
@@ -261,10 +265,18 @@ class ManagerExports:
     def busy(self) -> set[str]:
         """Return the names of checkpoints that retention must keep for exports. May be called in any thread.
 
-        Raises:
-            OSError: The queue cannot be read.
+        While the queue cannot be read, these are the names that were known last, and those requested since.
         """
-        return self._queue.names()
+        try:
+            self._last_names, self._is_unreadable = self._queue.names(), False
+        except OSError as error:
+            if not self._is_unreadable:
+                _log.warning(
+                    "exports: %s cannot be read; retention goes by what it knew last: %s", self._exports, error
+                )
+            self._is_unreadable = True
+            return self._last_names | {key.rpartition(".")[0] for key in list(self._open)}
+        return self._last_names
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until all requested exports have ended; return whether they have. Rank 0 waits, others do not.
@@ -286,7 +298,7 @@ class ManagerExports:
         self._process.close(0.0 if has_left else timeout_s)
 
 
-def _exports_of(root: str, to: str | os.PathLike[str] | None) -> str:
+def _exports_of(root: str, to: str | os.PathLike[str] | None, mirror: str | None) -> str:
     if to is None and is_url(root):
         raise ConfigError(
             "export_every: the root is a URL, and exports write files: give export_to=, a directory", field="export_to"
@@ -297,12 +309,13 @@ def _exports_of(root: str, to: str | os.PathLike[str] | None) -> str:
             path=str(to).partition("://")[0] + "://",
         )
     found = os.path.join(root, EXPORTS_NAME) if to is None else absolute_path(to)
-    if found == root:
-        raise ConfigError(
-            f"export_to={found!r} is the root, where the checkpoints have these names; give another directory",
-            field="export_to",
-            value=found,
-        )
+    for what, other in (("root", root), ("mirror", mirror)):
+        if other is not None and not is_url(other) and os.path.realpath(found) == os.path.realpath(other):
+            raise ConfigError(
+                f"export_to={found!r} is the {what}, where the checkpoints have these names; give another directory",
+                field="export_to",
+                value=found,
+            )
     return found
 
 

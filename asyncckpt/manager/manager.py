@@ -256,6 +256,7 @@ class CheckpointManager:
                     is_leader=rank.rank == 0,
                     timeout_s=config.commit_timeout_s,
                     storage_options=config.storage_options,
+                    mirror=self._mirror,
                 )
             with with_storage_options(config.storage_options):
                 self._retention = RootRetention(

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -314,6 +315,38 @@ def test_what_a_killed_export_has_left_goes_with_its_job(why: str, tmp_path: Pat
     assert sorted(os.listdir(tmp_path / "hf")) == [QUEUE_NAME, *(["s2"] if why == "a newer one" else [])]
 
 
+@pytest.mark.parametrize("what", ["a checkpoint", "something else"])
+def test_only_an_earlier_export_is_replaced(what: str, tmp_path: Path) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    queue.add("s1", step=1, call=saved(tmp_path, 1))
+    if what == "a checkpoint":
+        shutil.copytree(tmp_path / "s1", tmp_path / "hf" / "s1")
+    else:
+        (tmp_path / "hf" / "s1").mkdir()
+        (tmp_path / "hf" / "s1" / "x").write_text("of the user")
+    before = sorted(os.listdir(tmp_path / "hf" / "s1"))
+    assert not exporter.step()
+    assert "CheckpointExistsError" in next(iter(queue.take_failures().values()))
+    assert sorted(os.listdir(tmp_path / "hf" / "s1")) == before
+
+
+def test_checkpoints_of_two_roots_are_not_exported_to_one_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = leader(tmp_path / "a", to=tmp_path / "hf"), leader(tmp_path / "b", to=tmp_path / "hf")
+    for exporting in (one, two):
+        exporting.request("s1", 1, None)
+    assert len(ExportQueue(str(tmp_path / "hf")).open_keys()) == 1 and one.poll() and not two.poll()
+    assert f"has the exports of another root, '{tmp_path}/a'" in caplog.text
+
+
+def test_a_root_may_be_moved_with_its_exports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    leader(tmp_path / "a").request("s1", 1, None)
+    os.rename(tmp_path / "a", tmp_path / "b")
+    leader(tmp_path / "b").request("s2", 2, None)
+    assert ExportQueue(str(tmp_path / "b" / "hf")).names() == {"s1", "s2"} and not caplog.records
+
+
 def test_only_leftovers_of_the_same_checkpoint_are_removed(tmp_path: Path) -> None:
     queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
     queue.add("s1", step=1, call=saved(tmp_path, 1))
@@ -429,6 +462,20 @@ def test_without_room_for_temporary_files_saves_go_on_and_exports_begin_with_the
     assert one.busy() == ({"s2"} if is_leader else set()) and not collective, "other ranks would not take part"
 
 
+def test_retention_knows_what_is_exported_while_the_queue_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ExportQueue(str(tmp_path / "hf")).add("s0", step=0, call="of an earlier training")
+    one = leader(tmp_path)
+    assert one.busy() == {"s0"}
+    one.request("s1", 1, None)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "listdir", refused)
+        assert one.busy() == one.busy() == {"s0", "s1"}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert one.busy() == {"s0", "s1"}
+
+
 def test_an_interrupt_while_the_exporter_ends_leaves_the_root_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,8 +520,13 @@ def test_arguments_without_sense_are_refused(options: Mapping[str, Any], said: s
 
 
 def test_exports_go_to_a_directory_beside_the_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is the root"):
-        exports(tmp_path, to=tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for to in (tmp_path, tmp_path / "link"):
+        with pytest.raises(ConfigError, match="is the root"):
+            exports(tmp_path, to=to)
+    for to in (tmp_path / "copy", tmp_path / "link" / "copy"):
+        with pytest.raises(ConfigError, match="is the mirror"):
+            named(tmp_path, mirror=tmp_path / "copy", export_every=1, export_to=to)
     with pytest.raises(UnsupportedPathError) as caught:
         exports(tmp_path, to="s3://user:secret@bucket/x")
     assert "secret" not in str(caught.value)
