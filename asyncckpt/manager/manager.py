@@ -145,7 +145,8 @@ class CheckpointManager:
         export_every: Export checkpoints to Hugging Face directories behind the training: the first one at, or after,
             each multiple of so many steps. Rank 0 starts a process for it, which does one export at a time; of several
             that wait, the newest is exported. None: none.
-        export_to: Directory of the exports, which have the names of the checkpoints; None: `hf` in the root.
+        export_to: Directory of the exports of this root alone, which have the names of the checkpoints; None: `hf` in
+            the root.
         export_options: `config`, `generation_config`, `tokenizer`, `key`, `key_map` (a dict), `rules`, `dtype`,
             `max_shard_bytes`, `threads` and `read_back` of `export_hf`. Without `config`, it is taken from the one
             model with a config in the state that is saved; `key` from the one model there.
