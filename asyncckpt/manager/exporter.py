@@ -190,12 +190,12 @@ def main() -> None:
     parent = int(sys.argv[2])
     with open(int(sys.argv[1]), "rb") as file:
         settings = ExportSettings(**json.load(file))
-    queue, is_alone, deadline = ExportQueue(settings.exports), False, math.inf
+    queue, is_alone, deadline = ExportQueue(settings.exports, settings.run, settings.adopted), False, math.inf
     while (lock := queue.lock()) is None:  # the exporter of a training that was killed is still at work
         is_alone = _waits(POLL_S, is_alone, parent)
         if is_alone:
             deadline = min(deadline, time.monotonic() + settings.timeout_s)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not queue.open_keys():
                 return
     with open(lock, "rb"):
         exporter = Exporter(settings)

@@ -124,7 +124,8 @@ class ManagerExports:
             try:
                 self._begin(self._resolve)
             except Exception as error:  # on this rank alone, and maybe of a class of the user: the save goes on
-                _log.error("exports to %s are off until the next save that is due: %r", self._exports, error)
+                name = type(error).__name__
+                _log.error("exports to %s are off until the next save that is due: %s: %s", self._exports, name, error)
         self.poll()
 
     def _chosen(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

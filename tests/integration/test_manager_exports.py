@@ -117,6 +117,19 @@ def test_retention_keeps_what_is_exported_and_saves_go_on_meanwhile(manager: Man
     assert one.all_steps() == [12]
 
 
+def test_an_exporter_without_jobs_ends_with_its_training_also_while_another_is_at_work(
+    manager: Managers, tmp_path: Path
+) -> None:
+    one = manager(export_every=1000)
+    lock = ExportQueue(str(tmp_path / "runs" / "hf")).lock()
+    assert lock is not None
+    with open(lock, "rb"):
+        save(one, 10)
+        (process,) = exporters()
+        one.close()
+        process.wait(DEADLINE_S)
+
+
 def test_an_exporter_that_is_killed_is_started_again(manager: Managers, tmp_path: Path) -> None:
     one = manager()
     lock = ExportQueue(str(tmp_path / "runs" / "hf")).lock()
