@@ -17,7 +17,7 @@ def _ids(group: str, count: int) -> list[str]:
     return [f"{group}{n}" for n in range(1, count + 1)]
 
 
-PLANNED = ("F11", "F12")
+PLANNED = ("F12",)
 REQUIRED = (
     *_ids("S0-", 7),
     *_ids("S1-", 9),

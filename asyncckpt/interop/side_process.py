@@ -15,6 +15,8 @@ from typing import Any
 
 from asyncckpt.client.launcher import python_command, worker_environment
 
+_MAX_LOG_NBYTES = 1 << 20
+
 _unwaited: list[subprocess.Popen[bytes]] = []
 """Processes that `close` did not wait for; later calls reap them."""
 
@@ -42,25 +44,31 @@ class SideProcess:
         _unwaited[:] = [process for process in _unwaited if process.poll() is None]
         return self._process is not None and self._process.poll() is None
 
-    def start(self, *arguments: str, fds: Sequence[int] = ()) -> None:
+    def start(self, *arguments: str, fds: Sequence[int] = (), log_path: str | None = None) -> None:
         """Start the process; an earlier one is left alone with what it was sent.
 
         Args:
             *arguments: Its arguments.
             fds: File descriptors that it inherits.
+            log_path: File to which its standard error is appended; it is emptied when it is long. None: that of this
+                process. IMPORTANT: who reads that through a pipe then waits for the end of both processes.
 
         Raises:
-            OSError: No process can be started.
+            OSError: No process can be started, or the file not be opened.
 
         Blocks: until the process executes Python, which takes longer on a busy machine.
         """
         self.close()
         self._channel, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as opened:
+            log = None if log_path is None else opened.enter_context(open(log_path, "ab"))
+            if log is not None and log.tell() > _MAX_LOG_NBYTES:
+                log.truncate(0)
             self._process = subprocess.Popen(
                 [*python_command(self._module), *arguments],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
+                stderr=log,
                 cwd="/",
                 env=worker_environment(),
                 pass_fds=fds,

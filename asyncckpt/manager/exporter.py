@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import select
 import sys
@@ -21,10 +22,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncckpt.basics.paths import current_umask
-from asyncckpt.format.names import converting_name, is_converting
-from asyncckpt.interop.publish import remove
+from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from asyncckpt.manager.export_queue import ExportJob, ExportQueue
 from asyncckpt.storage.checkpoint_dir import manifest_or_error
+from asyncckpt.storage.files import Files
 from asyncckpt.storage.locate import store_at, with_storage_options
 
 if TYPE_CHECKING:
@@ -46,8 +47,10 @@ class ExportSettings:
     Attributes:
         root: Absolute path, or URL, of the manager's root.
         exports: Absolute path of the directory of the exports.
-        timeout_s: Seconds after which a checkpoint that an earlier training has requested, and that is not committed,
-            is given up.
+        timeout_s: Seconds after which a checkpoint that is not committed is given up, if the training that has
+            requested it has ended.
+        run: Token of the training, which the jobs that it requests have.
+        adopted: Keys of the jobs of earlier trainings that it makes.
         options: Arguments of `export_hf`, as JSON values: key, key_map, rules, dtype, max_shard_bytes, threads,
             read_back.
         storage_options: Options of the object store of the root.
@@ -58,6 +61,8 @@ class ExportSettings:
     root: str
     exports: str
     timeout_s: float
+    run: str
+    adopted: list[str]
     options: dict[str, Any]
     storage_options: dict[str, str]
     files: dict[str, str]
@@ -81,13 +86,16 @@ class Exporter:
     """
 
     def __init__(self, settings: ExportSettings) -> None:
-        self._settings, self._queue = settings, ExportQueue(settings.exports)
-        self._began_ns = time.time_ns()
+        self._settings = settings
+        self._queue = ExportQueue(settings.exports, settings.run, settings.adopted)
         with with_storage_options(settings.storage_options):
             self._store = store_at(settings.root, umask=current_umask())
 
-    def step(self) -> bool:
+    def step(self, *, is_alone: bool = False) -> bool:
         """Export the newest checkpoint that is committed, if there is one; return whether jobs are left.
+
+        Args:
+            is_alone: Whether the training has ended, so that what is not committed in time never will be.
 
         Raises:
             OSError: The queue cannot be read.
@@ -95,22 +103,26 @@ class Exporter:
         Blocks: to read and write that checkpoint.
         """
         jobs = self._queue.jobs()
-        ready = next((job for job in reversed(jobs) if self._is_ready(job)), None)
+        ready = next((job for job in reversed(jobs) if self._is_ready(job, is_alone)), None)
         if ready is not None:
             for job in jobs[: jobs.index(ready)]:
                 self._queue.fail(job.key, f"step {ready.step} is newer and is exported instead: exports are too slow")
             self._do(ready)
         return bool(self._queue.open_keys())
 
-    def _is_ready(self, job: ExportJob) -> bool:
+    def _is_ready(self, job: ExportJob, is_alone: bool) -> bool:
         try:
             manifest = manifest_or_error(os.path.join(self._settings.root, job.name), self._store)
         except OSError:  # asked again
-            manifest = None
+            manifest, is_known = None, False
+        else:
+            is_known = True
         if manifest is not None and job.call in ("", manifest.save_id.call):
             return True
-        is_of_another_run = job.created_ns < self._began_ns
-        if is_of_another_run and time.time_ns() - job.created_ns > self._settings.timeout_s * 1e9:
+        is_ended = is_alone or job.key in self._settings.adopted
+        if is_known and job.is_committed:
+            self._queue.fail(job.key, "the checkpoint was removed or replaced before")
+        elif is_ended and time.time_ns() - job.created_ns > self._settings.timeout_s * 1e9:
             self._queue.fail(job.key, "there is no committed checkpoint of that save")
         return False
 
@@ -121,7 +133,7 @@ class Exporter:
         try:
             if not self._queue.begin(job):
                 return
-            self._remove_leftovers(job.name)
+            self._queue.remove_leftovers(job.name)
             self._export(job)
         except Exception as error:  # the next ones must be exported nevertheless
             self._queue.fail(job.key, f"{type(error).__name__}: {error}")
@@ -132,12 +144,14 @@ class Exporter:
         from asyncckpt.interop.hf.export import below, export_checkpoint
         from asyncckpt.interop.mapping.tensor_rules import rules_from_json
 
+        target = os.path.join(self._settings.exports, job.name)
+        _check_replaceable(target)
         options = dict(self._settings.options)
         keys, key_map = below(options.pop("key", None), options.pop("key_map", None))
         rules = options.pop("rules", None)
         export_checkpoint(
             os.path.join(self._settings.root, job.name),
-            os.path.join(self._settings.exports, job.name),
+            target,
             keys=keys,
             key_map=key_map,
             rules=None if rules is None else rules_from_json(rules, "rules"),
@@ -155,12 +169,19 @@ class Exporter:
         model = self._settings.model
         return ExportCompanions(files=files, model=None if model is None else ModelOutline(**model))
 
-    def _remove_leftovers(self, name: str) -> None:
-        """Remove what an exporter that was killed has left of this export."""
-        prefix, length = f".{name}.", len(converting_name(name, "0" * 12))
-        for found in os.listdir(self._settings.exports):
-            if is_converting(found) and found.startswith(prefix) and len(found) == length:
-                remove(os.path.join(self._settings.exports, found))
+
+def _check_replaceable(target: str) -> None:
+    """Raise unless there is nothing at `target`, or an empty directory, or an earlier export."""
+    from asyncckpt.interop.sources.detect import kind_at
+
+    try:
+        kind = kind_at(target, Files())
+    except CheckpointNotFoundError:
+        return
+    if kind != "hf" and not (os.path.isdir(target) and not os.listdir(target)):
+        raise CheckpointExistsError(
+            f"{target} is no export, but of kind {kind}; it was left unchanged. Give another export_to", path=target
+        )
 
 
 def main() -> None:
@@ -169,17 +190,18 @@ def main() -> None:
     parent = int(sys.argv[2])
     with open(int(sys.argv[1]), "rb") as file:
         settings = ExportSettings(**json.load(file))
-    deadline, is_alone = time.monotonic() + settings.timeout_s, False
-    queue = ExportQueue(settings.exports)
+    queue, is_alone, deadline = ExportQueue(settings.exports, settings.run, settings.adopted), False, math.inf
     while (lock := queue.lock()) is None:  # the exporter of a training that was killed is still at work
         is_alone = _waits(POLL_S, is_alone, parent)
-        if is_alone and time.monotonic() > deadline:
-            return
+        if is_alone:
+            deadline = min(deadline, time.monotonic() + settings.timeout_s)
+            if time.monotonic() > deadline or not queue.open_keys():
+                return
     with open(lock, "rb"):
         exporter = Exporter(settings)
         while True:
             is_alone = is_alone or _waits(0.0, is_alone, parent)
-            has_more = exporter.step()
+            has_more = exporter.step(is_alone=is_alone)
             if is_alone and not has_more:
                 return
             is_alone = _waits(POLL_S if has_more else None, is_alone, parent)

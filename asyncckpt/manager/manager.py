@@ -145,7 +145,8 @@ class CheckpointManager:
         export_every: Export checkpoints to Hugging Face directories behind the training: the first one at, or after,
             each multiple of so many steps. Rank 0 starts a process for it, which does one export at a time; of several
             that wait, the newest is exported. None: none.
-        export_to: Directory of the exports, which have the names of the checkpoints; None: `hf` in the root.
+        export_to: Directory of the exports of this root alone, which have the names of the checkpoints; None: `hf` in
+            the root.
         export_options: `config`, `generation_config`, `tokenizer`, `key`, `key_map` (a dict), `rules`, `dtype`,
             `max_shard_bytes`, `threads` and `read_back` of `export_hf`. Without `config`, it is taken from the one
             model with a config in the state that is saved; `key` from the one model there.
@@ -256,6 +257,7 @@ class CheckpointManager:
                     is_leader=rank.rank == 0,
                     timeout_s=config.commit_timeout_s,
                     storage_options=config.storage_options,
+                    mirror=self._mirror,
                 )
             with with_storage_options(config.storage_options):
                 self._retention = RootRetention(
@@ -472,7 +474,7 @@ class CheckpointManager:
             self._has_looked = True
             self._retention.warn_of_others()
         if self._exports is not None:
-            self._exports.prepare(state)
+            self._exports.prepare(state, is_due=self._exports.is_due(step, self._last_step))
         max_wait_s = config.slot_timeout_s if config.on_busy == "wait" else 0.0
         hold, handle = DirectoryHold(self._names.name(step)), None
         try:  # IMPORTANT: an interrupt may come between any two lines, and the directory must not stay busy for ever
@@ -663,11 +665,13 @@ class CheckpointManager:
                 self.checkpointer.close()
         finally:
             self._last_handle = None
-            if self._exports is not None:
-                self._exports.close(END_S if kind is None and self._preemption.grace_left_s is None else 0.0)
-            self._retention.close(self._preemption.grace_left_s if kind is None else EXIT_WAIT_S)
-            self._last_state.close()
-            self._preemption.close()
+            try:  # its wait may be interrupted
+                if self._exports is not None:
+                    self._exports.close(END_S if kind is None and self._preemption.grace_left_s is None else 0.0)
+            finally:
+                self._retention.close(self._preemption.grace_left_s if kind is None else EXIT_WAIT_S)
+                self._last_state.close()
+                self._preemption.close()
 
     def __repr__(self) -> str:
         return (

@@ -98,6 +98,29 @@ def index_runs(length: int, shards: Sequence[tuple[int, int, int]]) -> tuple[Run
     return tuple(runs)
 
 
+def count_indices(length: int, shards: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+    """Return how many indices `index_runs` returns, and a bound of its steps, without making any.
+
+    Args:
+        length, shards: See `index_runs`.
+    """
+    n_runs = n_steps = 1
+    for n_shards, at, factor in shards:
+        size = -(-length // factor)
+        n_full, rest = divmod(length, size or 1)
+        n_chunks = n_full + bool(rest)
+        n_steps += n_chunks * n_runs  # it looks for each chunk in all runs
+        n_runs += n_chunks
+        length = n_full * _nth(size, n_shards, at) + _nth(rest, n_shards, at)
+    return length, n_steps
+
+
+def _nth(length: int, n_shards: int, at: int) -> int:
+    """Return how many of `length` indices are in shard number `at`."""
+    shard = -(-length // n_shards)
+    return min(shard, max(0, length - shard * at))
+
+
 def _chunks(length: int, n_chunks: int) -> Iterator[tuple[int, int]]:
     """Yield start and end of each chunk with elements, of equal length except for the last, as `torch.chunk` does."""
     size = -(-length // n_chunks)

@@ -118,9 +118,9 @@ def test_the_examples_in_docstrings_run(tmp_path: Path, environment: dict[str, s
 def test_the_guides_for_one_process_run_one_after_the_other(
     tmp_path: Path, environment: dict[str, str], command: Command
 ) -> None:
-    pages = ("saving", "resuming", "overlap", "manager", "dcp")
+    pages = ("saving", "resuming", "overlap", "manager", "dcp", "unchanged-data")
     code = [block for page in pages for block in blocks(f"guides/{page}")]
-    assert len(code) == 8
+    assert len(code) == 9
     said = run([sys.executable, "-c", "\n".join(code)], tmp_path, environment)
     assert "resumes after step 300" in said
     made = {str(path.parent.relative_to(tmp_path / "runs")) for path in tmp_path.glob("runs/*/*/manifest.json")}
@@ -128,6 +128,7 @@ def test_the_guides_for_one_process_run_one_after_the_other(
         *(f"saving/step-{step}" for step in (100, 200, 300)),
         *(f"managed/step-{step:08d}" for step in (100, 200, 300)),
         *("overlap/step-10", "overlap/step-20", "dcp/step-300"),
+        *(f"lora/step-{step}" for step in (1, 2, 3)),
     }
     (tmp_path / "base").mkdir()
     for name in ("config.json", "tokenizer.json"):

@@ -6,6 +6,9 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +117,19 @@ def test_retention_keeps_what_is_exported_and_saves_go_on_meanwhile(manager: Man
     assert one.all_steps() == [12]
 
 
+def test_an_exporter_without_jobs_ends_with_its_training_also_while_another_is_at_work(
+    manager: Managers, tmp_path: Path
+) -> None:
+    one = manager(export_every=1000)
+    lock = ExportQueue(str(tmp_path / "runs" / "hf")).lock()
+    assert lock is not None
+    with open(lock, "rb"):
+        save(one, 10)
+        (process,) = exporters()
+        one.close()
+        process.wait(DEADLINE_S)
+
+
 def test_an_exporter_that_is_killed_is_started_again(manager: Managers, tmp_path: Path) -> None:
     one = manager()
     lock = ExportQueue(str(tmp_path / "runs" / "hf")).lock()
@@ -188,6 +204,37 @@ def test_a_killed_training_s_exports_are_made_by_its_exporter_or_by_the_next_tra
     wait_until(lambda: not ExportQueue(str(root / "hf")).names(), "the export has ended")
     assert exports_in(root) == [10]
     wait_until(lambda: not exporters() or who == "all", "its end")
+
+
+LEAVES = """
+import os, signal, sys, torch
+from asyncckpt.manager.exports import ManagerExports
+one = ManagerExports(1, sys.argv[1], None, {"config": {"model_type": "old"}, "key": "m"}, is_leader=True,
+    timeout_s=float(sys.argv[2]), storage_options=None)
+one.prepare({}, is_due=True)
+one._queue.add("step-1", step=1, call="killed between the request and the commit")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_exporter_of_a_killed_training_ends_and_frees_its_pipes_and_the_next_training_at_once(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "runs"
+    began = time.monotonic()
+    command = [sys.executable, "-c", LEAVES, str(root), "5.0"]
+    done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == -signal.SIGKILL and time.monotonic() - began < DEADLINE_S
+    queue = ExportQueue(str(root / "hf"))
+    assert queue.names() == {"step-1"}, "its exporter is still there, and has not kept the pipes"
+    options: dict[str, Any] = {"export_options": {"config": {"model_type": "new"}, "key": "m"}}
+    with CheckpointManager(
+        root, checkpointer=SyncCheckpointer(fsync=False), export_every=1, step_format="step-{step}", **options
+    ) as one:
+        one.save(2, {"m": {"w": torch.ones(3)}})
+        assert one.wait_exports(DEADLINE_S)
+    assert json.loads((root / "hf" / "step-2" / "config.json").read_text())["model_type"] == "new"
+    assert not queue.names()
 
 
 def test_checkpoints_in_an_object_store_are_exported_to_files(shared_worker: RealWorker, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import asyncckpt
 from asyncckpt.cli import main
 from asyncckpt.errors import AsyncCkptError, CheckpointExistsError, CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.interop.sources import torch_file
+from asyncckpt.interop.sources import rank_files, torch_file
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.storage.files import Files
 from tests.warm_python import WarmPython
@@ -174,6 +176,88 @@ def partial(rank: int, directory: str) -> None:
 def test_a_placement_that_holds_no_elements_is_refused(tmp_path: Path) -> None:
     rank_processes.run(2, partial, str(tmp_path))
     refused(tmp_path, UnsupportedFormatError, "placement Partial")
+
+
+def test_lists_that_refer_to_one_list_over_and_over_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubled: list[Any] = [1.5]
+    for _ in range(17):
+        doubled = [doubled, doubled]
+    torch.save({"x": doubled}, tmp_path / "pytorch_model_fsdp_rank0.bin")
+    monkeypatch.setattr(rank_files, "MAX_TENSORS", 10_000)
+    refused(tmp_path, UnsupportedFormatError, r"fsdp_rank0\.bin: more than 10000 values, at 'x\.")
+
+
+SPLIT: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, int]]]] = {
+    "parts": ((64, 64), (32, 32), [(0, 16), (1, 16)]),
+    "steps": ((1 << 24,), (1 << 22,), [(0, 1 << 11), (0, 1 << 11)]),
+    "another shape": ((1 << 21, 1 << 21), (1, 1), [(0, 1 << 20), (1, 1 << 20)]),
+}
+"""Shape of the tensor and of each rank's part, which is one byte in the file; (dimension, split factor)."""
+
+
+def split(rank: int, directory: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    for name, (shape, local, splits) in SPLIT.items():
+        os.makedirs(os.path.join(directory, name), exist_ok=True)
+        placements = [_StridedShard(dim, split_factor=factor) for dim, factor in splits]
+        part = torch.zeros((1,) * len(local), dtype=torch.bool).expand(local)
+        whole = DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[-1], 1)[-len(shape) :]
+        )
+        torch.save({"w": whole}, os.path.join(directory, name, f"pytorch_model_fsdp_rank{rank}.bin"))
+
+
+@pytest.fixture(scope="module")
+def split_into_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("split")
+    rank_processes.run(4, split, str(path))
+    return path
+
+
+def test_more_parts_than_the_rank_has_bytes_are_refused(split_into_parts: Path) -> None:
+    said = r"'model\.w': the rank holds 256 parts of it in 1 bytes"
+    refused(split_into_parts / "parts", CorruptCheckpointError, said)
+
+
+def test_placements_that_take_too_many_steps_are_refused(split_into_parts: Path) -> None:
+    refused(split_into_parts / "steps", UnsupportedFormatError, r"more than 4000000 parts, at 'model\.w'")
+
+
+def test_parts_of_another_shape_than_the_rank_holds_are_refused_before_they_are_made(split_into_parts: Path) -> None:
+    program = """
+import resource, sys
+from asyncckpt.cli import main
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+sys.exit(main(["inspect", sys.argv[1]]))
+"""
+    command = [sys.executable, "-c", program, str(split_into_parts / "another shape")]
+    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
+    assert f"the rank holds [1, 1], and by its placements [{1 << 20}, {1 << 20}]" in done.stderr, done.stderr
+
+
+def repeated(rank: int, directory: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = init_device_mesh("cpu", (1,))
+    small = DTensor.from_local(torch.ones(3), mesh, [Replicate()], run_check=False)
+    large = torch.zeros(1, 1).expand(1 << 20, 1 << 20)
+    shard = DTensor.from_local(large, mesh, [Replicate()], run_check=False)
+    for name, state in {"shard": {"w": small, "x": shard}, "leaf": {"w": small, "x": large}}.items():
+        os.makedirs(os.path.join(directory, name))
+        torch.save(state, os.path.join(directory, name, "pytorch_model_fsdp_rank0.bin"))
+
+
+def test_one_element_that_claims_to_be_terabytes_is_refused_as_a_shard_and_beside_one(tmp_path: Path) -> None:
+    rank_processes.run(1, repeated, str(tmp_path))
+    for name in ("shard", "leaf"):
+        refused(tmp_path / name, UnsupportedFormatError, r"fsdp_rank0\.bin: .*repeats 4 of them")
 
 
 def test_rank_files_are_no_target_of_a_conversion(two_ranks: Path, tmp_path: Path) -> None:

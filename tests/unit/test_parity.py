@@ -49,7 +49,7 @@ def test_row_that_is_missing_doubled_or_misplaced_fails(check: ModuleType) -> No
     assert check.problems(TEXT.replace(f"{ROW}\n", "")) == ["S3-5: has no row in the tables"]
     assert check.problems(TEXT.replace(ROW, f"{ROW}\n{ROW}")) == ["S3-5: has two rows in the tables"]
     assert check.problems(f"{TEXT}{ROW}\n") == ["S3-5: does not belong into Planned"]
-    assert check.problems(TEXT.replace("| F11 |", "| F99 |")) == [
-        "F11: has no row in Planned",
+    assert check.problems(TEXT.replace("| F12 |", "| F99 |")) == [
+        "F12: has no row in Planned",
         "F99: does not belong into Planned",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import signal
@@ -57,6 +58,8 @@ def test_a_program_finds_and_leaves_what_an_interpreter_gives(
         check=False,
         timeout=DEADLINE_S,
     )
+    found, expected = (json.loads(done.stdout.partition("\n")[0]) for done in (warm, cold))
+    assert {key: (value, expected[key]) for key, value in found.items() if value != expected[key]} == {}
     assert (warm.returncode, warm.stdout) == (cold.returncode, cold.stdout)
     ends = [(text.splitlines()[:1], text.splitlines()[-1:]) for text in (warm.stderr, cold.stderr)]
     assert ends[0] == ends[1], "but for the frames above the program's"

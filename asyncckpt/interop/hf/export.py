@@ -248,8 +248,8 @@ class ExportCompanions:
     model: ModelOutline | None
 
 
-def companions_of(*, config: Any, generation_config: Any = None, tokenizer: Any = None) -> ExportCompanions:
-    """Return what an export needs beside the checkpoint. Arguments as of `export_hf`.
+def companion_files(*, config: Any, generation_config: Any = None, tokenizer: Any = None) -> dict[str, bytes]:
+    """Return the contents of the files of an export beside the weights, by name. Arguments as of `export_hf`.
 
     Raises:
         ConfigError: Config, generation config or tokenizer are missing or cannot be written.
@@ -260,8 +260,7 @@ def companions_of(*, config: Any, generation_config: Any = None, tokenizer: Any 
     with tempfile.TemporaryDirectory(prefix="asyncckpt-export-") as folder:
         config_files = ConfigFiles(folder, Files())
         take_companions(config_files, config, generation_config, tokenizer, config if is_model(config) else None)
-        files = config_files.contents()
-    return ExportCompanions(files=files, model=outline_of_model(config) if is_model(config) else None)
+        return config_files.contents()
 
 
 def take_companions(config_files: ConfigFiles, config: Any, generation_config: Any, tokenizer: Any, model: Any) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.objects import Record
 from asyncckpt.format.state_tree import DICT, MAX_DEPTH, Node, Path, fqn_of
-from asyncckpt.format.structure import Box, Chunk
+from asyncckpt.format.structure import MAX_DIMS, MAX_TENSORS, Box, Chunk
 from asyncckpt.interop.sources.pickle_globals import KNOWN, TensorRef, size_of
 from asyncckpt.interop.sources.pickle_tree import Locate, TreeBuilder
 from asyncckpt.interop.sources.source import ContentsBuilder, read_exactly
 from asyncckpt.interop.sources.torch_file import TorchArchive
 from asyncckpt.interop.sources.unpickler import DICTS, Maker, OpaqueGlobal, UnpicklingError, made_by, shown
-from asyncckpt.sharding.mesh_layout import Grid
+from asyncckpt.sharding.mesh_layout import Run, count_indices, index_runs
 from asyncckpt.storage.contents import Contents, Located, Strided
 from asyncckpt.storage.files import Files, opened
 
@@ -53,12 +53,12 @@ class _Shard:
     Attributes:
         local: The rank's elements.
         shape: Shape of the whole tensor.
-        boxes: Boxes of the whole tensor that they are, in row-major order.
+        splits: How each dimension is sharded, as `index_runs` takes it.
     """
 
     local: TensorRef
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    splits: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
 def _refused(why: str) -> UnpicklingError:
@@ -84,8 +84,14 @@ def _dtensor(maker: Any, kind: Any, arguments: Any, state: Any) -> Any:
         raise _refused("whose placements do not fit its mesh")
     if any(not 0 <= one < size for one, size in zip(at, sizes, strict=True)):
         raise _refused("whose rank is not on its mesh")
-    grid = Grid(sizes, (), tuple(_placement(one, len(shape)) for one in placements))
-    return _Shard(local, shape, grid.boxes(shape, at))
+    if max(len(shape), len(sizes)) > MAX_DIMS:
+        raise _refused(f"or its mesh of more than {MAX_DIMS} dimensions")
+    splits: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    for size, one, placement in zip(sizes, at, placements, strict=True):
+        if split := _split(placement, len(shape)):
+            dim, factor = split
+            splits[dim].append((size, one, factor))
+    return _Shard(local, shape, tuple(map(tuple, splits)))
 
 
 def _record(value: Any, kind: str) -> Record:
@@ -122,16 +128,16 @@ def _checked(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return sizes
 
 
-def _placement(value: Any, n_dims: int) -> tuple[int, ...]:
-    """Return a placement as `mesh_layout` has it."""
+def _split(value: Any, n_dims: int) -> tuple[int, int] | None:
+    """Return the dimension that a placement shards, and its split factor; None: it replicates."""
     if _is(value, "Replicate"):
-        return ()
+        return None
     if not (_is(value, "Shard") or _is(value, "_StridedShard")):
         raise _refused(f"with the placement {value.kind if isinstance(value, Record) else shown(value)}")
     dim, factor = value.get("dim"), value.get("split_factor", 1)
     if type(dim) is not int or not 0 <= dim < n_dims or type(factor) is not int or not 0 < factor <= _MAX_RANKS:
         raise _refused("with an invalid placement")
-    return (dim,) if factor == 1 else (dim, factor)
+    return dim, factor
 
 
 def _named(kind: str) -> Any:
@@ -204,15 +210,13 @@ class _Group:
         self._shards: list[dict[Path, _Shard]] = []
         self._locates: list[Locate] = []
         self._tied: dict[tuple[str, tuple[int, ...], tuple[Chunk, ...]], Node] = {}
+        self._n_made = dict.fromkeys(names, 0)
         self._values = [self._read(name) for name in names]
 
     def node(self, key: str) -> Node:
         """Add all leaves; return their node."""
         first = self._values[0]
-        for value in self._values:
-            found: dict[Path, _Shard] = {}
-            _collect(value, (), found)
-            self._shards.append(found)
+        self._shards += map(self._collect, self._values, self._names)
         if not self._shards[0]:
             raise self._builder.unsupported(
                 "it holds no DTensors, so it does not say which part of which tensor it holds: such files are read one "
@@ -225,7 +229,30 @@ class _Group:
                 which = sorted(map(fqn_of, differing))[0]
                 raise self._builder.unsupported(f"{which!r} is a DTensor in {name} or {self._names[0]}, not in both")
         self._builder.source.changed.setdefault(_OTHERS, {})[key] = ""
-        return TreeBuilder(self._builder, self._whole).add(first, (key,), self._locates[0])
+        with self._builder.refusing(self._names[0]):
+            return TreeBuilder(self._builder, self._whole).add(first, (key,), self._locates[0])
+
+    def _collect(self, value: Any, name: str) -> dict[Path, _Shard]:
+        """Return the shards in the value of a file by their paths.
+
+        Values are counted as in `TreeBuilder`, since a pickle may refer to one list many times.
+        """
+        found: dict[Path, _Shard] = {}
+        todo: list[tuple[Path, Any]] = [((), value)]
+        n_values = 1
+        while todo:
+            path, value = todo.pop()
+            if type(value) is _Shard:
+                found[path] = value
+            elif len(path) < MAX_DEPTH and (isinstance(value, DICTS) or type(value) in (list, tuple)):
+                n_values += len(value)
+                if n_values > MAX_TENSORS:
+                    raise self._builder.unsupported(
+                        f"more than {MAX_TENSORS} values, at {fqn_of(path)[:200]!r}", file=name
+                    )
+                members = value.items() if isinstance(value, dict) else enumerate(value)
+                todo += [((*path, key), member) for key, member in members]
+        return found
 
     def _read(self, name: str) -> Any:
         builder = self._builder
@@ -264,8 +291,9 @@ class _Group:
                 raise self._builder.unsupported(f"tensor {fqn!r} is below a key that is neither a text nor an integer")
             if (found.local.dtype, found.shape) != (dtype, shape):
                 raise self._builder.corrupt(f"tensor {fqn!r} is another one there than on rank 0", name, fqn)
-            for box, chunk in self._chunks(found, locate, name, fqn):
-                chunks.setdefault(box, chunk)  # replicas: the lowest rank's
+            with self._builder.refusing(name, f"tensor {fqn!r}: "):
+                for box, chunk in self._chunks(found, locate, name, fqn):
+                    chunks.setdefault(box, chunk)  # replicas: the lowest rank's
         parts = tuple(chunks.values()) or (_empty(shape),)
         if (dtype, shape, parts) not in self._tied:
             self._tied[dtype, shape, parts] = self._builder.tensor(fqn, dtype, shape, parts)
@@ -273,46 +301,64 @@ class _Group:
 
     def _chunks(self, shard: _Shard, locate: Locate, name: str, fqn: str) -> list[tuple[Box, Chunk]]:
         local, found = shard.local, []
-        runs = [sorted({(box[0][d], box[1][d]) for box in shard.boxes}) for d in range(len(shard.shape))]
-        lengths = tuple(sum(length for _, length in one) for one in runs)
-        if lengths != local.size and math.prod(lengths) + math.prod(local.size):
-            raise self._builder.corrupt(
-                f"tensor {fqn!r}: the rank holds {list(local.size)}, and by its placements {list(lengths)}", name, fqn
-            )
-        if not shard.boxes:
+        runs, whole = self._runs(shard, name, fqn), locate(local.storage)
+        if runs is None:
             return []
         starts = [
             dict(zip([at for at, _ in one], itertools.accumulate([n for _, n in one[:-1]], initial=0), strict=True))
             for one in runs
         ]
         itemsize = DTYPES[local.dtype].itemsize
-        for box in shard.boxes:
-            offsets, sizes = box
-            if 0 in sizes:
-                continue
+        for parts in itertools.product(*runs):
+            offsets, sizes = tuple(at for at, _ in parts), tuple(n for _, n in parts)
             first = sum(
                 starts[d][at] * stride for d, (at, stride) in enumerate(zip(offsets, local.stride, strict=True))
             )
             part = TensorRef(local.storage, local.dtype, local.offset + first, sizes, local.stride)
-            place = part.place(*locate(local.storage))
+            place = part.place(*whole)
             nbytes = math.prod(sizes) * itemsize
             number, offset = place.part, place.offset
             if isinstance(place, Strided):
                 number, offset = self._builder.place(place.part, nbytes, place), 0
             assert isinstance(place, (Located, Strided))
-            found.append((box, Chunk(part=number, offset_bytes=offset, nbytes=nbytes, offsets=offsets, sizes=sizes)))
+            found.append(
+                ((offsets, sizes), Chunk(part=number, offset_bytes=offset, nbytes=nbytes, offsets=offsets, sizes=sizes))
+            )
         return found
+
+    def _runs(self, shard: _Shard, name: str, fqn: str) -> list[tuple[Run, ...]] | None:
+        """Return the indices of each dimension that a rank holds; None: it holds no elements.
+
+        IMPORTANT: they are counted before they are made, and so are their products, the boxes. A file of a few bytes
+        could otherwise ask for any number of them.
+        """
+        local = shard.local
+        counted = [count_indices(length, splits) for length, splits in zip(shard.shape, shard.splits, strict=True)]
+        lengths = tuple(length for length, _ in counted)
+        if lengths != local.size and math.prod(lengths) + math.prod(local.size):
+            raise self._builder.corrupt(
+                f"tensor {fqn!r}: the rank holds {list(local.size)}, and by its placements {list(lengths)}", name, fqn
+            )
+        if 0 in lengths:
+            return None
+        self._count(sum(n_steps for _, n_steps in counted), name, fqn)
+        runs = [index_runs(length, splits) for length, splits in zip(shard.shape, shard.splits, strict=True)]
+        n_boxes = math.prod(map(len, runs))
+        if n_boxes > local.storage.nbytes:
+            raise self._builder.corrupt(
+                f"tensor {fqn!r}: the rank holds {n_boxes} parts of it in {local.storage.nbytes} bytes", name, fqn
+            )
+        self._count(n_boxes, name, fqn)
+        return runs
+
+    def _count(self, n: int, name: str, fqn: str) -> None:
+        """Count the parts that are made of the shards in a file, and refuse too many."""
+        self._n_made[name] += n
+        if self._n_made[name] > MAX_TENSORS:
+            raise self._builder.unsupported(
+                f"its shards have more than {MAX_TENSORS} parts, at {fqn[:200]!r}", file=name
+            )
 
 
 def _empty(shape: tuple[int, ...]) -> Chunk:
     return Chunk(part=0, offset_bytes=0, nbytes=0, offsets=(0,) * len(shape), sizes=shape)
-
-
-def _collect(value: Any, path: Path, found: dict[Path, _Shard], depth: int = 0) -> None:
-    """Collect the shards in a value by their paths."""
-    if type(value) is _Shard:
-        found[path] = value
-    elif depth < MAX_DEPTH and (isinstance(value, DICTS) or type(value) in (list, tuple)):
-        members = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, member in members:
-            _collect(member, (*path, key), found, depth + 1)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
+import logging
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,14 +21,16 @@ import torch
 
 import asyncckpt
 from asyncckpt import CheckpointManager, RankInfo, SyncCheckpointer, TensorRule
-from asyncckpt.errors import ConfigError, UnsupportedPathError
+from asyncckpt.errors import ConfigError, SaveFailedError, UnsupportedPathError
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, converting_name
 from asyncckpt.interop import convert
-from asyncckpt.interop.hf.export import companions_of
+from asyncckpt.interop.hf.export import companion_files
+from asyncckpt.interop.hf.model_outline import outline_of_model
 from asyncckpt.manager.export_queue import QUEUE_NAME, ExportQueue
 from asyncckpt.manager.exporter import MAX_ATTEMPTS, Exporter, ExportSettings, encoded_files
 from asyncckpt.manager.exports import ManagerExports
+from asyncckpt.save_handle import SaveFuture
 from tests.warm_python import WarmPython
 
 pytest.importorskip("safetensors")
@@ -53,16 +60,16 @@ def saved(root: Path, step: int, value: float | None = None) -> str:
 
 
 def settings(root: Path, **options: Any) -> ExportSettings:
-    found = companions_of(config=Model())
-    assert found.model is not None
     return ExportSettings(
         root=str(root),
         exports=str(root / "hf"),
         timeout_s=60.0,
+        run="",
+        adopted=[],
         options={"key": "model", **options},
         storage_options={},
-        files=encoded_files(found.files),
-        model=asdict(found.model),
+        files=encoded_files(companion_files(config=Model())),
+        model=asdict(outline_of_model(Model())),
     )
 
 
@@ -167,12 +174,70 @@ def test_what_an_earlier_training_has_requested_and_never_committed_is_given_up_
 ) -> None:
     queue = ExportQueue(str(tmp_path / "hf"))
     queue.add("s1", step=1, call="never committed")
-    exporter = Exporter(settings(tmp_path))
+    exporter = Exporter(dataclasses.replace(settings(tmp_path), adopted=queue.adopt()))
     assert exporter.step()
     now = time.time_ns() + 61 * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: now)
     assert not exporter.step()
     assert "no committed checkpoint" in next(iter(queue.take_failures().values()))
+
+
+def test_what_a_training_that_has_ended_never_committed_is_given_up_in_time_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    queue.add("s1", step=1, call="never committed")
+    assert exporter.step() and exporter.step(is_alone=True), "the worker may still be writing it"
+    now = time.time_ns() + 61 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    assert exporter.step() and not exporter.step(is_alone=True)
+    assert "no committed checkpoint" in next(iter(queue.take_failures().values()))
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_checkpoint_that_was_committed_and_is_gone_is_not_waited_for(is_replaced: bool, tmp_path: Path) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    job = queue.add("s1", step=1, call="of another save")
+    if is_replaced:
+        saved(tmp_path, 1)
+    assert exporter.step()
+    queue.committed(job.key)
+    queue.add("s2", step=2, call="")
+    assert not exporter.step()
+    assert ["removed or replaced" in reason for reason in queue.take_failures().values()] == [True, True]
+    queue.committed(job.key)
+    assert not queue.names(), "a job that has ended does not come back"
+
+
+def test_an_exporter_leaves_the_jobs_of_a_later_run_alone_which_does_those_it_has_found(tmp_path: Path) -> None:
+    place = str(tmp_path / "hf")
+    ours = settings(tmp_path)
+    old, new = ExportQueue(place, "0a"), ExportQueue(place, "0b")
+    old.add("s1", step=1, call=saved(tmp_path, 1))
+    found = new.adopt()
+    new.add("s2", step=2, call=saved(tmp_path, 2))
+    old.add("s3", step=3, call=saved(tmp_path, 3))
+    earlier = Exporter(dataclasses.replace(ours, run="0a"))
+    later = Exporter(dataclasses.replace(ours, run="0b", adopted=found))
+    assert not later.step() and exported(tmp_path) == {"s2": 2.0}, "step 1 is older"
+    assert not earlier.step() and exported(tmp_path) == {"s2": 2.0, "s3": 3.0}
+
+
+def test_an_export_that_failed_on_a_full_disk_is_not_reported_as_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "asyncckpt")
+    one, queue = leader(tmp_path), ExportQueue(str(tmp_path / "hf"))
+    for step in (1, 2):
+        one.request(f"s{step}", step, None)
+    first, second = queue.jobs()
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", refused)
+        queue.fail(first.key, "SaveFailedError: ENOSPC")
+    queue.end(second.key)
+    assert not one.poll() and "exported" not in caplog.text
+    assert "export of step 1" in caplog.text and "why is unknown" in caplog.text
+    assert "export of step 2" in caplog.text and "it is not there" in caplog.text
 
 
 def test_rules_and_a_dtype_reach_the_exporter(tmp_path: Path) -> None:
@@ -236,6 +301,52 @@ def test_a_checkpoint_whose_export_kills_is_given_up(tmp_path: Path) -> None:
     assert exported(tmp_path) == {}
 
 
+@pytest.mark.parametrize("why", ["killed too often", "a newer one", "never committed"])
+def test_what_a_killed_export_has_left_goes_with_its_job(why: str, tmp_path: Path) -> None:
+    queue = ExportQueue(str(tmp_path / "hf"))
+    exporter = Exporter(dataclasses.replace(settings(tmp_path), timeout_s=0.0))
+    job = queue.add("s1", step=1, call=saved(tmp_path, 1) if why != "never committed" else "none")
+    (tmp_path / "hf" / converting_name("s1", "0" * 12)).mkdir()
+    if why == "a newer one":
+        queue.add("s2", step=2, call=saved(tmp_path, 2))
+    for _ in range(MAX_ATTEMPTS if why == "killed too often" else 0):
+        queue.begin(job)
+    assert not exporter.step(is_alone=True) and queue.take_failures()
+    assert sorted(os.listdir(tmp_path / "hf")) == [QUEUE_NAME, *(["s2"] if why == "a newer one" else [])]
+
+
+@pytest.mark.parametrize("what", ["a checkpoint", "something else"])
+def test_only_an_earlier_export_is_replaced(what: str, tmp_path: Path) -> None:
+    queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
+    queue.add("s1", step=1, call=saved(tmp_path, 1))
+    if what == "a checkpoint":
+        shutil.copytree(tmp_path / "s1", tmp_path / "hf" / "s1")
+    else:
+        (tmp_path / "hf" / "s1").mkdir()
+        (tmp_path / "hf" / "s1" / "x").write_text("of the user")
+    before = sorted(os.listdir(tmp_path / "hf" / "s1"))
+    assert not exporter.step()
+    assert "CheckpointExistsError" in next(iter(queue.take_failures().values()))
+    assert sorted(os.listdir(tmp_path / "hf" / "s1")) == before
+
+
+def test_checkpoints_of_two_roots_are_not_exported_to_one_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = leader(tmp_path / "a", to=tmp_path / "hf"), leader(tmp_path / "b", to=tmp_path / "hf")
+    for exporting in (one, two):
+        exporting.request("s1", 1, None)
+    assert len(ExportQueue(str(tmp_path / "hf")).open_keys()) == 1 and one.poll() and not two.poll()
+    assert f"has the exports of another root, '{tmp_path}/a'" in caplog.text
+
+
+def test_a_root_may_be_moved_with_its_exports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    leader(tmp_path / "a").request("s1", 1, None)
+    os.rename(tmp_path / "a", tmp_path / "b")
+    leader(tmp_path / "b").request("s2", 2, None)
+    assert ExportQueue(str(tmp_path / "b" / "hf")).names() == {"s1", "s2"} and not caplog.records
+
+
 def test_only_leftovers_of_the_same_checkpoint_are_removed(tmp_path: Path) -> None:
     queue, exporter = ExportQueue(str(tmp_path / "hf")), Exporter(settings(tmp_path))
     queue.add("s1", step=1, call=saved(tmp_path, 1))
@@ -256,15 +367,130 @@ def test_one_exporter_works_at_a_time(tmp_path: Path) -> None:
     os.close(again)
 
 
-def test_files_that_are_no_jobs_lead_nowhere(tmp_path: Path) -> None:
+def test_files_that_are_no_jobs_fail_and_lead_nowhere(tmp_path: Path) -> None:
     queue = ExportQueue(str(tmp_path / "hf"))
     queue.make()
     place = tmp_path / "hf" / QUEUE_NAME
     job = json.dumps({"step": 1, "call": "", "created_ns": 1})
-    for name, text in {"...job": job, "a.0.job": "{", "b.0.job": "[]", "c.0.job": "{}", ".job": job}.items():
+    for name, text in {
+        "...job": job,
+        "a.0.job": "{",
+        "b.0.job": "[]",
+        "c.0.job": "{}",
+        "d.0.job": "",
+        ".job": job,
+    }.items():
         (place / name).write_text(text)
-    assert queue.jobs() == []
-    assert queue.take_failures() == {}
+    assert queue.jobs() == [] and not queue.names(), "retention keeps nothing for them"
+    assert all("unreadable" in reason for reason in queue.take_failures().values())
+    assert list(place.iterdir()) == [] and os.listdir(tmp_path) == ["hf"]
+
+
+# ---- what must not disturb the training ------------------------------------------------------------------------------
+
+
+class NoProcess:
+    """In the place of an exporter: none can be started, or it ends at once."""
+
+    is_running = False
+
+    def start(self, *arguments: Any, **kw: Any) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+def leader(tmp_path: Path, **changes: Any) -> ManagerExports:
+    """Return the exports of a manager on rank 0, that has begun; its exporter ends at once."""
+    one = exports(tmp_path, 1, is_leader=True, options={"config": CONFIG, "key": "model"}, **changes)
+    one._process = NoProcess()  # type: ignore[assignment]
+    one.prepare({}, is_due=True)
+    return one
+
+
+def refused(*arguments: Any, **kw: Any) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_queue_that_became_read_only_fails_neither_a_save_nor_the_end_of_the_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = leader(tmp_path)
+    one.request("s1", 1, None)
+    with monkeypatch.context() as broken:
+        for call in ("unlink", "replace", "rename"):
+            broken.setattr(os, call, refused)
+        for _ in range(4 * MAX_ATTEMPTS):
+            one.prepare({}, is_due=True)
+        one._ended("s1.0", failed_save())
+        one.close(0.0)
+    assert "Read-only" in caplog.text and one.poll()
+    for _ in range(2 * MAX_ATTEMPTS):
+        one.prepare({}, is_due=True)
+    assert not one.poll() and "the exporter has ended 4 times" in caplog.text
+
+
+def failed_save() -> SaveFuture:
+    future = SaveFuture()
+    future.set_exception(SaveFailedError("of no disk", code="EIO"))
+    return future
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_without_room_for_temporary_files_saves_go_on_and_exports_begin_with_the_next_one_that_is_due(
+    is_leader: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = exports(tmp_path, is_leader=is_leader)
+    one._process = NoProcess()  # type: ignore[assignment]
+    model = Model()
+    with monkeypatch.context() as broken:
+        broken.setattr(tempfile, "tempdir", "/nonexistent")
+        one.prepare({"model": model}, is_due=False)
+        one.prepare({"model": model}, is_due=False)
+        assert ("are off until the next save that is due" in caplog.text) == is_leader
+        assert caplog.text.count("are off") == is_leader, "tried once"
+        one.request("s1", 1, None)
+        assert one.is_due(2, 1) == is_leader, "the next save is exported in its place"
+    collective: list[int] = []
+    monkeypatch.setattr(model, "state_dict", lambda: collective.append(1))
+    one.prepare({"model": model}, is_due=True)
+    one.request("s2", 2, None)
+    assert one.busy() == ({"s2"} if is_leader else set()) and not collective, "other ranks would not take part"
+
+
+def test_retention_knows_what_is_exported_while_the_queue_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ExportQueue(str(tmp_path / "hf")).add("s0", step=0, call="of an earlier training")
+    one = leader(tmp_path)
+    assert one.busy() == {"s0"}
+    one.request("s1", 1, None)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "listdir", refused)
+        assert one.busy() == one.busy() == {"s0", "s1"}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert one.busy() == {"s0", "s1"}
+
+
+def test_an_interrupt_while_the_exporter_ends_leaves_the_root_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: ManagerExports, timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ManagerExports, "close", interrupted)
+    one = named(tmp_path, export_every=1)
+    one.restore({})
+    one._claim_root()
+    with pytest.raises(KeyboardInterrupt):
+        one.close()
+    monkeypatch.undo()
+    with named(tmp_path) as two:
+        two._claim_root()
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -294,8 +520,13 @@ def test_arguments_without_sense_are_refused(options: Mapping[str, Any], said: s
 
 
 def test_exports_go_to_a_directory_beside_the_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is the root"):
-        exports(tmp_path, to=tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for to in (tmp_path, tmp_path / "link"):
+        with pytest.raises(ConfigError, match="is the root"):
+            exports(tmp_path, to=to)
+    for to in (tmp_path / "copy", tmp_path / "link" / "copy"):
+        with pytest.raises(ConfigError, match="is the mirror"):
+            named(tmp_path, mirror=tmp_path / "copy", export_every=1, export_to=to)
     with pytest.raises(UnsupportedPathError) as caught:
         exports(tmp_path, to="s3://user:secret@bucket/x")
     assert "secret" not in str(caught.value)
@@ -304,15 +535,16 @@ def test_exports_go_to_a_directory_beside_the_checkpoints(tmp_path: Path) -> Non
 
 
 def test_the_model_that_is_saved_gives_the_config_and_without_one_that_is_said_before_the_save(tmp_path: Path) -> None:
-    one = exports(tmp_path, options={"rules": [TensorRule("a", "b")]})
-    one.prepare({"net": torch.nn.parallel.DataParallel(Model()).module, "step": 1})
+    one = exports(tmp_path, is_leader=True, options={"rules": [TensorRule("a", "b")]})
+    one._process = NoProcess()  # type: ignore[assignment]
+    one.prepare({"net": torch.nn.parallel.DataParallel(Model()).module, "step": 1}, is_due=True)
     assert one._settings is not None
     found = json.loads(one._settings)
     assert found["options"] == {"key": "net", "rules": [{"sources": ["a"], "targets": ["b"], "dim": 0, "stack_dim": 0}]}
     assert found["model"]["tied"] == {"head.weight": "embed.weight"} and list(found["files"]) == ["config.json"]
     for state in ({}, {"a": torch.nn.Linear(1, 1)}, {"a": Model(), "b": Model()}):
         with pytest.raises(ConfigError, match="models that have a config"):
-            exports(tmp_path).prepare(state)
+            exports(tmp_path).prepare(state, is_due=True)
     with named(tmp_path, export_every=1) as manager, pytest.raises(ConfigError, match="models that have a config"):
         manager.save(1, {"step": 1})
     assert not (tmp_path / "runs" / "step-00000001").exists()
