@@ -115,7 +115,7 @@ test-fault: .venv/.dev .azurite/.stamp
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" tests/fault tests/unit/dcp/test_layout_dcp.py \
 		tests/integration/test_worker_resubmission.py tests/integration/test_ranks_worker_loss.py tests/integration/test_stream_lost.py \
 		tests/integration/test_exit_codes.py
-	ASYNCCKPT_TEST_RESULTS_NAME=simulations ASYNCCKPT_TEST_CASES=200 ASYNCCKPT_TEST_EXAMPLES=1000 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_LOADS=2000 ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
+	ASYNCCKPT_TEST_RESULTS_NAME=simulations ASYNCCKPT_TEST_CASES=200 ASYNCCKPT_TEST_EXAMPLES=1000 ASYNCCKPT_TEST_ORDERS=300 ASYNCCKPT_TEST_SCHEDULES=300 ASYNCCKPT_TEST_LOADS=2000 ASYNCCKPT_TEST_MUTATIONS=5000 ASYNCCKPT_TEST_MESSAGES=100000 \
 		.venv/bin/python -m pytest -n 2 --dist worksteal --timeout 900 -m "not matrix and not nodes and not gpu" \
 		$$(find tests/unit -name "test_*simulation.py") $$(find tests/unit -name "test_*_properties.py") tests/unit/test_fuzzing.py tests/integration/test_worker_fuzzing.py \
 		tests/integration/test_overlap.py

@@ -188,6 +188,7 @@ def _read_committed(path: str, save_id: str, endpoint: str | None, files: Files,
                 contents = read_any(path, overlaid)
                 if str(contents.manifest.save_id) != save_id:
                     raise NotInMemory(f"{path} was overwritten meanwhile")
+                overlaid.use_origins(contents)
                 with mapped.reading():
                     result = use(ReadSource(contents, overlaid))
         except PlanTimeoutError:  # a subclass of OSError, but it means that another rank does not answer
@@ -333,6 +334,7 @@ def _source_of(mapped: MappedSnapshot, files: Files, *, committed: bool) -> Read
         try:
             contents = read_any(mapped.staged.path, overlaid)
             if contents.manifest.save_id == mapped.staged.save_id:
+                overlaid.use_origins(contents)
                 return ReadSource(contents, overlaid)
         except (AsyncCkptError, OSError) as error:
             _logger.info("%s: its checksums are not compared, since they cannot be read: %s", mapped.staged.path, error)

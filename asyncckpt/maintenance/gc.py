@@ -93,7 +93,7 @@ class Garbage:
             `probe`: temporary files of a killed `convert` or `doctor`.
         names: Names of the files to remove.
         nbytes: Length of these files together.
-        age_s: Seconds since the last of them was changed.
+        age_s: Seconds since the last of them was changed or, if their save may be in progress, added.
         save_ids: IDs of the saves that they belong to, the earliest first.
         existing: Manifest or tombstone of the directory.
         version: The store's version of `existing`.
@@ -129,7 +129,9 @@ def garbage_at(path: str, store: Store, rules: GarbageRules, *, is_locked: bool 
         regular.pop(LOCK_NAME, None)
     owners = {name: owner for name in regular if (owner := owner_of(name)) is not None}
     version = version_at(path, store) if MANIFEST_NAME in found else None
-    found_there = _DirectoryScan(path, store.resolve(path), regular, rules, version)
+    # The lock's file changes the directory, whose time then says nothing.
+    times = None if is_locked else store
+    found_there = _DirectoryScan(path, store.resolve(path), regular, rules, version, times)
     if is_quarantined(os.path.basename(path)):
         return found_there.broken(owners, store) if owners and rules.broken else None
     if MANIFEST_NAME not in found:
@@ -149,13 +151,14 @@ def garbage_at(path: str, store: Store, rules: GarbageRules, *, is_locked: bool 
 
 @dataclass(frozen=True, slots=True)
 class _DirectoryScan:
-    """One directory, and the regular files in it."""
+    """One directory, and the regular files in it. `times`: the store, if the directory's own time counts."""
 
     path: str
     real_path: str
     regular: Mapping[str, Entry]
     rules: GarbageRules
     version: str | None
+    times: Store | None
 
     def beside_tombstone(self, owners: Mapping[str, SaveId], tombstone: Tombstone) -> Garbage | None:
         if any(owner > tombstone.save_id for owner in owners.values()):
@@ -193,7 +196,11 @@ class _DirectoryScan:
         if kind == ATTEMPT and existing is not None:  # layout dcp: a manifest that commits nothing
             save_ids.add(existing.save_id)
             names = names or {MANIFEST_NAME: existing.save_id}
-        age_s = self.rules.now - max(self.regular[name].mtime_s for name in names)
+        changed_s = max(self.regular[name].mtime_s for name in names)
+        if _may_be_published(kind, save_ids, existing):
+            # IMPORTANT: a link to an unchanged file has that file's time. So a live save may have only old files.
+            changed_s = max(changed_s, self._directory_changed_s())
+        age_s = self.rules.now - changed_s
         if not kept and self._is_busy():
             kept = "the worker writes there"
         # IMPORTANT: use the epochs of the files that would be removed: a live run may have begun to write there.
@@ -212,6 +219,14 @@ class _DirectoryScan:
             version=self.version if existing is not None else None,
             kept=kept,
         )
+
+    def _directory_changed_s(self) -> float:
+        """Return when a name was added or removed; 0: unknown."""
+        if self.times is None:
+            return 0.0
+        with contextlib.suppress(FileNotFoundError):  # object stores have no directories
+            return self.times.stat(self.real_path).mtime_s
+        return 0.0
 
     def _is_busy(self) -> bool:
         real = self.real_path
@@ -282,6 +297,8 @@ def collect(path: str, store: Store, rules: GarbageRules, *, package: str) -> Co
             return CollectionResult(garbage=garbage, removed=tuple(removed))
         with exclusively(store, path, LOCK_TIMEOUT_S) as is_locked:
             now = garbage_at(path, store, rules, is_locked=True)
+            if now is not None and not now.kept and _has_grown(garbage, now):
+                now = replace(now, kept="a file was added meanwhile: it may be in progress")
             if now is not None and now.kept:
                 return CollectionResult(garbage=now)
             if now is not None and not is_locked and not _goes_without_lock(now):
@@ -304,10 +321,19 @@ def _goes_without_lock(garbage: Garbage) -> bool:
     """Whether the garbage cannot be published any more: a tombstone is put first, or a later save is committed."""
     if garbage.kind == ATTEMPT:
         return True
-    existing = garbage.existing
-    if garbage.kind != LEFTOVERS or existing is None:
-        return False
-    return all(one <= existing.save_id for one in garbage.save_ids)
+    return garbage.kind == LEFTOVERS and not _may_be_published(garbage.kind, garbage.save_ids, garbage.existing)
+
+
+def _may_be_published(kind: str, save_ids: Collection[SaveId], existing: Manifest | Tombstone | None) -> bool:
+    """Whether a save could still be committed: it is later than the manifest or tombstone of its directory."""
+    is_later = existing is None or any(one > existing.save_id for one in save_ids)
+    return kind == ATTEMPT or (kind == LEFTOVERS and is_later)
+
+
+def _has_grown(before: Garbage, now: Garbage) -> bool:
+    """Whether files were added to saves that could still be committed. If they are links, their times are old."""
+    can_grow = _may_be_published(now.kind, now.save_ids, now.existing)
+    return can_grow and not set(now.names) <= set(before.names)
 
 
 def _remove_locked(garbage: Garbage, store: Store, removed: list[str], *, package: str) -> None:

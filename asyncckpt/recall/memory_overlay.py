@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksums import FILE_CHECKSUM_PREFIX, file_checksum
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord
+from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.manifest import DcpRecord, Manifest, RankRecord
 from asyncckpt.format.names import DCP, SaveId, index_name, objects_name, shard_name
 from asyncckpt.format.structure import decode_structure
@@ -29,11 +30,15 @@ _NO_CHECKSUM = FILE_CHECKSUM_PREFIX + "0" * 32
 
 
 class SlotShard(NamedTuple):
-    """The bytes of a shard in a slot: `nbytes` at `offset` of the memfd `fd`."""
+    """The bytes of a shard in a slot: `nbytes` at `offset` of the memfd `fd`.
+
+    `origin`: the save whose ID the file on disk has, if that is a link to a file of another save; else None.
+    """
 
     fd: int
     offset: int
     nbytes: int
+    origin: SaveId | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +91,21 @@ class OverlaidFiles(Files):
             name = objects_name(staged.save_id, rank.rank)
             self._held[os.path.join(staged.path, name)] = rank.objects
 
+    def use_origins(self, contents: Contents) -> None:
+        """Serve shards that are links on disk with the save ID that the linked file has, not with that in the slot.
+
+        IMPORTANT: call it before the first shard is opened with `contents`. Its checksums are of the linked files.
+
+        Args:
+            contents: Contents of the staged checkpoint, as committed on disk.
+        """
+        for rank in contents.ranks:
+            for shard in rank.index.shards:
+                path = os.path.join(contents.path, shard.name)
+                held = self._held.get(path)
+                if isinstance(held, SlotShard):
+                    self._held[path] = held._replace(origin=shard.origin)
+
     def open(self, path: str, flags: int, mode: int = MODE_FILE) -> int:
         """Open a file in memory, and return a number in place of a descriptor; or open a file on disk."""
         held = self._held.get(path)
@@ -115,7 +135,10 @@ class OverlaidFiles(Files):
                     view[:] = held[offset + done : offset + done + len(view)]
                     done += len(view)
                 elif view:  # the file system of a memfd may not know the flags
-                    done += os.preadv(held.fd, [view], held.offset + offset + done)
+                    count = os.preadv(held.fd, [view], held.offset + offset + done)
+                    if held.origin is not None:
+                        _put_save_id(view[:count], offset + done, held.origin)
+                    done += count
         return done
 
     def resident(self, fd: int, offset: int, nbytes: int) -> bool:
@@ -149,6 +172,13 @@ class OverlaidFiles(Files):
     def listdir(self, path: str) -> list[str]:
         """Return the names on disk."""
         return self._below.listdir(path)
+
+
+def _put_save_id(view: memoryview, start: int, save_id: SaveId) -> None:
+    """Put the part of a shard's save ID that lies in `view`, which has the shard's bytes from `start` on."""
+    low, high = max(start, SAVE_ID_OFFSET), min(start + len(view), SAVE_ID_OFFSET + SAVE_ID_NBYTES)
+    if low < high:
+        view[low - start : high - start] = save_id_bytes(save_id)[low - SAVE_ID_OFFSET : high - SAVE_ID_OFFSET]
 
 
 def _nbytes_of(held: _Held) -> int:

@@ -40,7 +40,7 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "runs"
     save(root, "good", "attempt")
     (root / "attempt" / "manifest.json").unlink()
-    for file in (root / "attempt").iterdir():
+    for file in [*(root / "attempt").iterdir(), root / "attempt"]:
         os.utime(file, (time.time() - 2 * 86400,) * 2)
     return root
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -178,6 +180,41 @@ def test_a_mirror_has_the_whole_checkpoint(shared_worker: RealWorker, tmp_path: 
     for step in range(2):
         check(tmp_path / "mirror" / f"step-{step}", state_of(step))
         assert not has_linked(tmp_path / "mirror" / f"step-{step}")
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
+@pytest.mark.parametrize("source", ["memory", "auto"])
+def test_a_committed_checkpoint_with_links_is_read_from_memory(
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, source: str, layout: str
+) -> None:
+    fields: dict[str, Any] = {"layout": layout, "keep_in_memory": "latest", "worker_start_timeout_s": DEADLINE_S}
+    state, path = state_of(1), tmp_path / "step-1"
+    checkpointer = AsyncCheckpointer(reuse="auto", **fields)
+    try:
+        with checkpointer, caplog.at_level(logging.INFO):
+            for step in range(2):
+                report = written(checkpointer.save(state_of(step), tmp_path / f"step-{step}"))
+            assert report.details["reused_nbytes"] > 4 * MIB
+            assert [held.step for held in asyncckpt.held_snapshots(path)] == [1]
+            caplog.clear()
+            states.assert_same(asyncckpt.load(path, source=source), state)
+            target = state_of(0)
+            asyncckpt.load(path, target, source=source)
+            states.assert_same(target, state)
+            target = state_of(0)
+            restored = asyncckpt.restore_latest(tmp_path, target, source=source)
+            assert restored is not None and restored.path == str(path)
+            states.assert_same(target, state)
+            assert caplog.text.count("from the worker's memory") == 3
+            with asyncckpt.open_checkpoint(path, source=source) as opened:
+                assert opened.objects["step"] == 1
+                for name, mmap in itertools.product(state["base"], (False, True)):
+                    assert torch.equal(opened.tensor(f"base.{name}", mmap=mmap), state["base"][name])
+                assert torch.equal(opened.tensor("adapter.a"), state["adapter"]["a"])
+            assert "from disk" not in caplog.text
+            assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    finally:
+        stop_whoever_serves(checkpointer._process.endpoint)  # type: ignore[attr-defined]
 
 
 def test_two_runs_in_one_directory_do_not_disturb_each_other(shared_worker: RealWorker, tmp_path: pathlib.Path) -> None:

@@ -262,7 +262,8 @@ def begin(root: Path, step: int, save_id: SaveId, *, metadata: dict[str, Any] | 
 
 def rest(root: Path, step: int, seconds: float = 3600.0) -> None:
     """Let what lies in a checkpoint's directory have been changed so long ago."""
-    for path in (root / f"step-{step}").iterdir():
+    directory = root / f"step-{step}"
+    for path in [*directory.iterdir(), directory]:
         os.utime(path, (time.time() - seconds,) * 2)
 
 

@@ -159,6 +159,7 @@ def test_what_an_earlier_run_still_copies_to_the_mirror_is_not_given_up(tmp_path
     for path in (mirror / "step-1").iterdir():
         os.utime(path, (time.time() - 600.0,) * 2)
         names.append(path.name)
+    os.utime(mirror / "step-1", (time.time() - 600.0,) * 2)
     for dead_after_s in (1800.0, 60.0):
         house = RootRetention(
             str(tmp_path / "runs"),

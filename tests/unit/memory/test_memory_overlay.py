@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import stat
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.recall.memory_overlay import OverlaidFiles, SlotShard, StagedCheckpoint, StagedRank, staged_contents
 from asyncckpt.storage.files import Files, read_small_file
@@ -65,6 +67,34 @@ def test_held_file_is_read_like_one_on_disk(tmp_path: pathlib.Path, slot: int) -
         files.fstat(fd)
     name = str(tmp_path / f"rank-00000.{SAVE_ID}.objects.json")
     assert read_small_file(files, name, 100) == b'["objects"]'
+
+
+def test_a_shard_that_is_a_link_on_disk_has_the_save_id_of_the_linked_file(tmp_path: pathlib.Path) -> None:
+    origin = SaveId(1, 0, SAVE_ID.run_id)
+    snapshot, fd = Snapshot(), os.memfd_create("slot", os.MFD_CLOEXEC)
+    (image,) = snapshot.images
+    os.pwrite(fd, image, AT)
+    rank = StagedRank(
+        rank=0, images=(SlotShard(fd, AT, len(image)),), structure=snapshot.structure, objects=b"", n_tensors=3
+    )
+    found = dataclasses.replace(staged(tmp_path, fd), ranks=[rank])
+    contents = staged_contents(found)
+    (record,) = contents.ranks[0].index.shards
+    index = dataclasses.replace(contents.ranks[0].index, shards=(dataclasses.replace(record, origin=origin),))
+    committed = dataclasses.replace(contents, ranks=(dataclasses.replace(contents.ranks[0], index=index),))
+    files = OverlaidFiles(Files(), found)
+    files.use_origins(committed)
+    expected = bytearray(image)
+    expected[SAVE_ID_OFFSET : SAVE_ID_OFFSET + SAVE_ID_NBYTES] = save_id_bytes(origin)
+    opened = files.open(str(tmp_path / SHARD), os.O_RDONLY)
+    for at, nbytes in [(0, 200), (0, SAVE_ID_OFFSET), (0, 60), (50, 10), (60, 100), (SAVE_ID_OFFSET, SAVE_ID_NBYTES)]:
+        first, second = bytearray(nbytes // 3), bytearray(nbytes - nbytes // 3)
+        assert files.preadv(opened, [first, second], at) == nbytes
+        assert first + second == expected[at : at + nbytes], (at, nbytes)
+    tail = bytearray(200)
+    assert files.preadv(opened, [tail], len(image) - 100) == 100 and tail[:100] == image[-100:]
+    files.close(opened)
+    os.close(fd)
 
 
 def test_other_files_are_those_below(tmp_path: pathlib.Path, slot: int) -> None:

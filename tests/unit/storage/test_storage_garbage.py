@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, manifest_of
 
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotCommittedError,
@@ -40,6 +41,7 @@ from asyncckpt.storage.checkpoint_dir import prepare_directory
 from asyncckpt.storage.commit import publish, remove_files_of
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
+from asyncckpt.storage.reuse.shard_history import ShardHistory
 from asyncckpt.storage.verification import verify_checkpoint
 
 FILES = Files()
@@ -189,10 +191,45 @@ def test_one_young_file_keeps_the_whole_attempt(root: Path) -> None:
     for file in (root / "attempt").iterdir():
         if file.is_file() and not file.is_symlink():
             os.utime(file, (1.0, 1.0))
+    os.utime(root / "attempt", (1.0, 1.0))
     rules = GarbageRules(now=time.time(), older_than_s=3600.0)
     assert not found_in(root, rules)["attempt"].kept
     next(file for file in (root / "attempt").iterdir() if owner_of(file.name) == MIDDLE).touch()
     assert found_in(root, rules)["attempt"].kept
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_live_save_that_has_only_links_to_old_files_is_left_alone(tmp_path: Path, replaces: bool) -> None:
+    history, first, path = ShardHistory(), tmp_path / "first", tmp_path / "next"
+    two_days_ago, found = time.time() - 2 * 86400, []
+    with Snapshot({"a": 300_000, "b": 5}, save_id=EARLIER, n_parts=2) as snapshot:
+        snapshot.save(str(first), history=history)
+        if replaces:
+            snapshot.save(str(path))
+    for file in [*first.iterdir(), *tmp_path.glob("next/*"), *tmp_path.glob("next")]:
+        os.utime(file, (two_days_ago, two_days_ago))
+    shards = [one._replace(version=STORE.stat(one.path).version) for one in history.shards(str(path), 0)]
+    history.forget(str(path), 0)
+    history.add(str(first), 0, shards)
+
+    def collect_once(point: str) -> None:
+        if point == "shard: linked" and not found:
+            found.append(collected(path, rules=GarbageRules(now=time.time(), older_than_s=86400.0)))
+
+    with Snapshot({"a": 300_000, "b": 5}, save_id=MIDDLE, n_parts=2) as snapshot, observed(collect_once):
+        snapshot.save(str(path), history=history, overwrite=replaces)
+    assert [(one.removed, "may be in progress" in one.garbage.kept) for one in found] == [((), True)]
+    assert is_sound(path)
+
+
+def test_a_link_that_is_made_while_gc_waits_for_the_lock_keeps_the_save(root: Path) -> None:
+    path = root / "attempt"
+    names = [name for name in os.listdir(path) if owner_of(name) == MIDDLE and name.endswith(".safetensors")]
+    os.rename(path / names[0], root / "unchanged")
+    files = MeanwhileFiles("flock", lambda: os.link(root / "unchanged", path / names[0]))
+    done = collected(path, files)
+    assert done is not None and not done.removed and "added meanwhile" in done.garbage.kept
+    assert MANIFEST_NAME not in os.listdir(path)
 
 
 @pytest.mark.parametrize("text", ["{}", "", '{"name": "an app"}', '{"asyncckpt_manifest": 99}'])
