@@ -99,7 +99,7 @@ test-nonumpy: .venv-core/.stamp
 	touch $@
 
 test-frameworks: .venv-frameworks/.stamp
-	.venv-frameworks/bin/python -c 'import accelerate, bitsandbytes, lightning, torchao, torchdata, transformers'
+	.venv-frameworks/bin/python -c 'import accelerate, bitsandbytes, lightning, ray, torchao, torchdata, transformers'
 	.venv-frameworks/bin/python -c 'import torch; assert torch.version.cuda is None or torch.cuda.is_available(), torch.__version__'
 	.venv-frameworks/bin/python -m pytest $(TOGETHER) tests/frameworks tests/integration/test_stock_tools.py tests/integration/test_docs_code.py
 
