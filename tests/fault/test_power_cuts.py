@@ -112,6 +112,36 @@ class DcpSaver:
         return is_listed(path) or (path / ".metadata").exists()
 
 
+class LinkingSaver(DcpSaver):
+    """As `Saver`, of a training of which a part does not change: `reuse="auto"` links its file."""
+
+    def __init__(self, endpoint: str, *, over: bool) -> None:
+        self._checkpointer = AsyncCheckpointer(endpoint=endpoint, reuse="auto", overwrite=over)
+        self.linked_nbytes = 0
+
+    def save(self, path: pathlib.Path, seed: int, **_: Any) -> str:
+        """Save and wait; returns the phase in which it ended."""
+        done = self._checkpointer.save(self.state(seed), path).written.result(PATIENCE_S)
+        self.linked_nbytes += done.details.get("reused_nbytes", 0)
+        return "committed"
+
+    @staticmethod
+    def state(seed: int) -> dict[str, torch.Tensor]:
+        frozen = torch.arange(NBYTES // 4, dtype=torch.int32)
+        return {"frozen.w": frozen, "trained.w": frozen[: NBYTES // 8] * seed}
+
+    def fault_of(self, path: pathlib.Path, *seeds: int) -> str:
+        """Return what is wrong at `path`: one of these saves is to be found there."""
+        try:
+            loaded = asyncckpt.load(path, source="disk")
+        except (AsyncCkptError, OSError) as error:
+            return f"{path}, save {seeds}: {error}"
+        states = map(self.state, seeds)
+        if not any(all(torch.equal(loaded[name], state[name]) for name in state) for state in states):
+            return f"{path}: other values than of save {seeds}"
+        return ""
+
+
 def save_on(
     saver: Saver | DcpSaver,
     root: pathlib.Path,
@@ -199,14 +229,15 @@ def faults_on(saver: Saver | DcpSaver, root: pathlib.Path, done: list[int], *, o
     return violations(wanted, others)
 
 
-def saver_of(endpoint: str, layout: str, *, over: bool) -> Saver | DcpSaver:
-    return DcpSaver(endpoint, over=over) if layout == "dcp" else Saver(endpoint, nbytes=NBYTES)
+def saver_of(endpoint: str, kind: str, *, over: bool) -> Saver | DcpSaver:
+    kinds = {"dcp": DcpSaver, "links": LinkingSaver}
+    return kinds[kind](endpoint, over=over) if kind in kinds else Saver(endpoint, nbytes=NBYTES)
 
 
 KINDS = pytest.mark.parametrize(
     ("over", "layout"),
-    [(False, "safetensors"), (True, "safetensors"), (False, "dcp"), (True, "dcp")],
-    ids=["new", "overwrite", "new-dcp", "overwrite-dcp"],
+    [(over, layout) for layout in ("safetensors", "dcp", "links") for over in (False, True)],
+    ids=["new", "overwrite", "new-dcp", "overwrite-dcp", "new-links", "overwrite-links"],
 )
 
 
@@ -222,7 +253,7 @@ def test_a_power_cut_at_any_instant_loses_nothing_that_was_acknowledged(
 ) -> None:
     mounts.make_ext4(tmp_path / "empty", DISK_NBYTES)
     image, mountpoint = tmp_path / "image", tmp_path / "disk"
-    acknowledged, cut = 0, 0
+    acknowledged, cut, linked_nbytes = 0, 0, 0
     while cut < CUTS or not acknowledged:  # a busy disk may take longer for one save than any of the instants
         image.write_bytes((tmp_path / "empty").read_bytes())
         with (
@@ -238,7 +269,9 @@ def test_a_power_cut_at_any_instant_loses_nothing_that_was_acknowledged(
             found = faults_on(saver, disk, saves.done, over=over)
             assert found == [], f"cut {cut}, after {len(saves.done)} saves"
         acknowledged += len(saves.done)
+        linked_nbytes += saver.linked_nbytes if isinstance(saver, LinkingSaver) else 0
         cut += 1
+    assert linked_nbytes or layout != "links" or acknowledged <= cut, "nothing was linked"
     print(f"{cut} cuts, {acknowledged} acknowledged saves")
 
 
