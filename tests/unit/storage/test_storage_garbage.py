@@ -208,7 +208,7 @@ def test_a_live_save_that_has_only_links_to_old_files_is_left_alone(tmp_path: Pa
             snapshot.save(str(path))
     for file in [*first.iterdir(), *tmp_path.glob("next/*"), *tmp_path.glob("next")]:
         os.utime(file, (two_days_ago, two_days_ago))
-    shards = [one._replace(version=STORE.stat(one.path).version) for one in history.shards(str(path), 0)]
+    shards = [one._replace(version=STORE.link_version(one.path)) for one in history.shards(str(path), 0)]
     history.forget(str(path), 0)
     history.add(str(first), 0, shards)
 

@@ -109,7 +109,8 @@ def test_a_link_has_the_content_and_stays_when_the_other_name_goes(place: tuple[
         store.link(f"{root}/a", f"{root}/b", version)
     except OSError as error:
         # a store without links says so, and makes nothing
-        assert not isinstance(store, ObjectStore) and error.errno in (errno.EOPNOTSUPP, errno.EPERM)
+        assert not isinstance(store, ObjectStore) or root.startswith("az://")
+        assert error.errno in (errno.EOPNOTSUPP, errno.EPERM)
         assert set(store.names(root)) == {"a", "anchor"} - ({"anchor"} if isinstance(store, LocalStore) else set())
         return
     store.remove(f"{root}/a")
