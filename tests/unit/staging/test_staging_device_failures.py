@@ -322,9 +322,10 @@ def test_a_fence_that_cannot_enqueue_the_copies_fails_the_save_and_seals_nothing
     assert_saved(saver, state)
 
 
-def test_after_a_save_was_given_up_no_thread_enqueues_its_copies(
+def started(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[device_copy.Transfer, str]:
+    """Stage a state, and return its copies by devices, of which none is enqueued, and the ID of the save."""
     transfers: list[device_copy.Transfer] = []
     start = device_copy.Transfer.start
     monkeypatch.setattr(device_copy.Transfer, "start", lambda one: transfers.append(one) or start(one))
@@ -332,12 +333,19 @@ def test_after_a_save_was_given_up_no_thread_enqueues_its_copies(
     save_id = SaveId(0, next(saver.sequence), "0123456789ab")
     result = saver.stager.stage(state, path="/x", step=1, save_id=save_id, metadata=None)
     device.drain()
-    assert transfers[0].settle()
+    return transfers[0], result.save_id
+
+
+def test_after_a_save_was_given_up_no_thread_enqueues_its_copies(
+    saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer, save_id = started(saver, device, state, monkeypatch)
+    assert transfer.settle()
     before = len(device.calls)
     with pytest.raises(StagingError, match="were not enqueued"):
-        transfers[0].make_current_stream_wait(1.0)
+        transfer.make_current_stream_wait(1.0)
     assert not [call for call in device.calls[before:] if call.name == "copy"]
-    saver.process.withdraw(result.save_id, "given up")
+    saver.process.withdraw(save_id, "given up")
     assert_saved(saver, state)
 
 
@@ -345,50 +353,38 @@ def test_after_a_save_was_given_up_no_thread_enqueues_its_copies(
 def test_a_thread_that_hangs_while_it_enqueues_costs_the_slot_and_no_more_than_the_deadline(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, in_child: bool
 ) -> None:
-    transfers: list[device_copy.Transfer] = []
-    start = device_copy.Transfer.start
-    monkeypatch.setattr(device_copy.Transfer, "start", lambda one: transfers.append(one) or start(one))
-    saver.know(state)
-    save_id = SaveId(0, next(saver.sequence), "0123456789ab")
-    result = saver.stager.stage(state, path="/x", step=1, save_id=save_id, metadata=None)
-    device.drain()
+    transfer, save_id = started(saver, device, state, monkeypatch)
     hanging, may_end = threading.Event(), threading.Event()
 
     def hang() -> bool:
         hanging.set()
         return may_end.wait(60)
 
-    thread = threading.Thread(target=transfers[0].enqueue, args=(hang,))
+    thread = threading.Thread(target=transfer.enqueue, args=(hang,))
     thread.start()
     assert hanging.wait(60)
     with monkeypatch.context() as patched:
         patched.setattr(device_copy, "SETTLE_TIMEOUT_S", 0.1)
         if in_child:
             patched.setattr(os, "getpid", lambda: -1)
-        assert transfers[0].settle() is in_child  # a child of a fork has neither the thread nor the copies
-        assert transfers[0].ended() is in_child
+        assert transfer.settle() is in_child  # a child of a fork has neither the thread nor the copies
+        assert transfer.ended() is in_child
     may_end.set()
     thread.join()
     device.drain()
-    assert transfers[0].ended()
-    saver.process.withdraw(result.save_id, "given up")
+    assert transfer.ended()
+    saver.process.withdraw(save_id, "given up")
 
 
 def test_an_interrupt_while_the_lock_is_taken_leaves_it_free(
     saver: Saver, device: SimulatedDevice, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transfers: list[device_copy.Transfer] = []
-    start = device_copy.Transfer.start
-    monkeypatch.setattr(device_copy.Transfer, "start", lambda one: transfers.append(one) or start(one))
-    saver.know(state)
-    save_id = SaveId(0, next(saver.sequence), "0123456789ab")
-    result = saver.stager.stage(state, path="/x", step=1, save_id=save_id, metadata=None)
-    device.drain()
+    transfer, save_id = started(saver, device, state, monkeypatch)
 
     class Interrupted:
         """A lock behind whose acquisition Ctrl-C comes."""
 
-        lock = transfers[0]._lock
+        lock = transfer._lock
 
         def acquire(self, *arguments: Any, **more: Any) -> bool:
             taken = self.lock.acquire(*arguments, **more)
@@ -398,12 +394,12 @@ def test_an_interrupt_while_the_lock_is_taken_leaves_it_free(
         def release(self) -> None:
             self.lock.release()
 
-    monkeypatch.setattr(transfers[0], "_lock", Interrupted())
+    monkeypatch.setattr(transfer, "_lock", Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        transfers[0].enqueue()
+        transfer.enqueue()
     free = list[bool]()
     thread = threading.Thread(target=lambda: free.append(Interrupted.lock.acquire(blocking=False)))
     thread.start()
     thread.join()
     assert free == [True]
-    saver.process.withdraw(result.save_id, "given up")
+    saver.process.withdraw(save_id, "given up")
