@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ LISTED = {
     "numbers, strings": lambda: {
         "a": [1, 1.5, "x", b"y", None, 1j, {1, 2}, slice(1, 2), datetime.date(2026, 1, 2)],
         "b": (torch.float32, torch.device("cpu"), torch.Size([1, 2])),
+        "arrays": states.every_array(),
+        "scalars": states.every_scalar(),
     },
 }
 
@@ -86,11 +89,39 @@ def test_a_state_with_all_of_it_comes_back(tmp_path: Path, registered: None) -> 
     assert same(tensors, {k: v for k, v in state["tensors of any shape and every dtype"].items() if k != "shard"})
     assert same(_dense(found["sparse tensors"]), _dense(_layouts()))
     assert same(found["tensor subclasses"], {"a": blocks(0), "b": pair(1)})
-    assert found["numbers, strings"] == state["numbers, strings"]
+    states.assert_same(found["numbers, strings"], state["numbers, strings"])
     held = state["modules, optimizers"]
     target = _model()
     asyncckpt.load(tmp_path / "c", {"modules, optimizers": target})
     assert all(same(dict(target[name].state_dict()), dict(held[name].state_dict())) for name in held)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_dtensors_of_every_dtype_and_of_subclasses_come_back(mesh: Any, tmp_path: Path, registered: None) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    def made() -> dict[str, Any]:
+        dtypes = [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]
+        local = {str(one): states.tensor_of(one, (4, 8)) for one in dtypes} | {"blocks": blocks(0)}
+        return {name: DTensor.from_local(one, mesh, [Shard(0)], run_check=False) for name, one in local.items()}
+
+    state = made()
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save(state, tmp_path / "c")
+    found = asyncckpt.load(tmp_path / "c")
+    expected = {name: one.to_local() for name, one in state.items()}
+    assert same(found, expected)
 
 
 def test_containers_come_back_as_the_guide_says(tmp_path: Path) -> None:
