@@ -90,7 +90,7 @@ class Garbage:
         path: The directory.
         kind: `attempt`: files of a save that was never committed. `leftovers`: files of other saves beside a committed
             one, or of a save that was given up. `tombstone`, `lock`, `broken`: as in `GarbageRules`. `conversion`,
-            `probe`: temporary files of a killed `convert` or `doctor`.
+            `probe`: temporary files of a killed `convert` or `doctor`. `upload`: parts of an object, see `uploads_in`.
         names: Names of the files to remove.
         nbytes: Length of these files together.
         age_s: Seconds since the last of them was changed or, if their save may be in progress, added.

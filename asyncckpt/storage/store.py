@@ -94,6 +94,22 @@ class Entry:
         return self.mtime_ns / 1e9
 
 
+class UnfinishedUpload(NamedTuple):
+    """An upload in parts that was begun, and neither completed nor aborted.
+
+    Attributes:
+        name: Name of the object that it would have made.
+        id: ID that the store has given it.
+        nbytes: Length of the parts that the store has.
+        begun_s: When it was begun, in seconds since 1970.
+    """
+
+    name: str
+    id: str
+    nbytes: int
+    begun_s: float
+
+
 class DirectoryIdentity(NamedTuple):
     """Identity of a directory: inode number, and time of birth in nanoseconds since 1970 (0: unknown). 63 bits each."""
 
@@ -358,6 +374,23 @@ class Store(abc.ABC):
             OSError: It does not exist, or cannot be read.
         """
         raise UnsupportedByStoreError("directories", prefix)
+
+    def unfinished_uploads(self, prefix: str) -> Iterator[UnfinishedUpload]:
+        """Yield the unfinished uploads below a prefix. Stores that keep no parts of uploads have none.
+
+        Raises:
+            UnsupportedByStoreError: It may have some, and does not tell.
+            OSError: It was asked, and has not answered.
+        """
+        return iter(())
+
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        """Remove the parts of an unfinished upload. Succeeds also if it has ended meanwhile.
+
+        Raises:
+            OSError: They may still be there.
+        """
+        raise UnsupportedByStoreError("unfinished uploads", upload.name)
 
     def as_files(self) -> Files:
         """Return the `Files` with which loads read. For an object store they use `read`, `stat` and `names`."""

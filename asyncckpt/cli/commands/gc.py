@@ -4,7 +4,8 @@ remove them.
 Saves that may be in progress are kept: those that the worker reports, and those of which a file was changed within
 --older-than. A removed save can never be committed: a tombstone file replaces its manifest until the next save to that
 path. Only files with a save ID in their names are removed, and temporary files that a killed `convert` or `doctor` has
-left. Committed checkpoints and all other files are kept.
+left. In S3 also parts of uploads that were never completed, if boto3 is installed. Committed checkpoints and all other
+files are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.basics.quantities import human, human_s, parse_seconds
-from asyncckpt.cli.output import action_of, add_delete, add_root, existing_directory, nothing_found, print_removals
+from asyncckpt.cli.output import (
+    action_of,
+    add_delete,
+    add_root,
+    existing_directory,
+    nothing_found,
+    print_removals,
+    say,
+)
 from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.doctor.directory import PROBES
 from asyncckpt.interop.publish import CONVERSIONS
@@ -29,8 +38,9 @@ from asyncckpt.maintenance.gc import (
     remove_temporary,
     temporaries_in,
 )
+from asyncckpt.maintenance.uploads import uploads_in
 from asyncckpt.storage.local import store_over
-from asyncckpt.storage.store import Store
+from asyncckpt.storage.store import Store, UnfinishedUpload
 
 EXAMPLES = (
     "asyncckpt gc runs/a",
@@ -86,9 +96,16 @@ def run(args: argparse.Namespace) -> int:
     for garbage in temporaries_in(root, store, rules, (CONVERSIONS, PROBES), recursive=args.recursive):
         done = _removed(garbage, store) if args.delete and not garbage.kept else None
         rows.append(_row(args, garbage, done))
-    return print_removals(
+    hidden = ""  # why unfinished uploads are not shown
+    try:
+        for garbage, upload in uploads_in(root, store, rules, recursive=args.recursive):
+            done = _aborted(garbage, upload, store) if args.delete and not garbage.kept else None
+            rows.append(_row(args, garbage, done))
+    except OSError as error:
+        hidden = str(error.strerror)
+    code = print_removals(
         args,
-        {"root": root, "worker": worker, "found": rows},
+        {"root": root, "worker": worker, "found": rows, "uploads_not_shown": hidden},
         [
             ("KIND", [row["kind"] for row in rows]),
             ("FILES", [len(row["files"]) for row in rows]),
@@ -98,6 +115,9 @@ def run(args: argparse.Namespace) -> int:
         f"saves changed within {args.older_than:g} s (--older-than) are kept",
         nothing_found(args, "nothing to remove"),
     )
+    if hidden and not args.json:
+        say(f"uploads that were never completed are not shown: {hidden}")
+    return code
 
 
 def _removed(garbage: Garbage, store: Store) -> CollectionResult:
@@ -105,6 +125,14 @@ def _removed(garbage: Garbage, store: Store) -> CollectionResult:
         return CollectionResult(garbage=garbage, removed=tuple(remove_temporary(garbage, store)))
     except OSError as error:
         return CollectionResult(garbage=garbage, error=error)
+
+
+def _aborted(garbage: Garbage, upload: UnfinishedUpload, store: Store) -> CollectionResult:
+    try:
+        store.abort_upload(upload)
+    except OSError as error:
+        return CollectionResult(garbage=garbage, error=error)
+    return CollectionResult(garbage=garbage, removed=garbage.names)
 
 
 def _row(args: argparse.Namespace, garbage: Garbage, done: CollectionResult | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from asyncckpt.basics.urls import location_of
 from asyncckpt.errors import ForkedError, UnsupportedPathError
-from asyncckpt.storage.cloud import retries
+from asyncckpt.storage.cloud import aws, retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
 from asyncckpt.storage.cloud.store_errors import as_os_errors, message_of
 from asyncckpt.storage.shard_writer import Image, ShardWriter
@@ -29,6 +29,7 @@ from asyncckpt.storage.store import (
     PREFIX,
     Entry,
     Store,
+    UnfinishedUpload,
     UnknownOutcomeError,
     UnsupportedByStoreError,
 )
@@ -41,7 +42,7 @@ MAX_RETRIES = 12
 MAX_COPIED_NBYTES = 1 << 30
 """Longest object that the store is asked to copy. S3 refuses 5 GB, and a copy must end in `REQUEST_TIMEOUT_S`."""
 
-_AZURE = "az://"
+_AWS, _GOOGLE, _AZURE = "s3://", "gs://", "az://"
 
 _RETRIED = re.compile(r"\bafter \d+ retries\b")
 """Matches what obstore says if an earlier attempt has failed too."""
@@ -60,7 +61,7 @@ class ObjectStore(Store):
     Args:
         root: Scheme and bucket, such as `s3://bucket`.
         options: Options of obstore by name: `endpoint`, `region`, `access_key_id` and others of the store, and
-            `CLIENT_OPTIONS`. Others come from the environment.
+            `CLIENT_OPTIONS`; for S3 also `profile`. Others come from the environment.
         client: A store of obstore to use instead, for tests.
 
     Raises:
@@ -77,9 +78,9 @@ class ObjectStore(Store):
     def __init__(self, root: str, options: Mapping[str, str] | None = None, *, client: Any = None) -> None:
         self.root = root
         self.links_may_end_late = not root.startswith(_AZURE)
-        options = dict(options or {})
-        self._store = client or _opened(root, options)
-        self._secrets = tuple(options.values())
+        self._options = dict(options or {})
+        self._store = client or _opened(root, self._options)
+        self._secrets = tuple(self._options.values())
 
     def __repr__(self) -> str:
         """Return the bucket, without credentials."""
@@ -295,6 +296,18 @@ class ObjectStore(Store):
                 if is_last:
                     raise
 
+    def unfinished_uploads(self, prefix: str) -> Iterator[UnfinishedUpload]:
+        """Implement `Store.unfinished_uploads`, of S3 only. Azure removes its parts after a week."""
+        if self.root.startswith(_GOOGLE):
+            raise UnsupportedByStoreError(
+                "list of unfinished uploads that can be read here: use a lifecycle rule", prefix
+            )
+        return aws.unfinished_uploads(prefix, self._options) if self.root.startswith(_AWS) else iter(())
+
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        """Implement `Store.abort_upload`."""
+        aws.abort_upload(upload, self._options)
+
     def sync(self, prefix: str) -> None:
         """Implement `Store.sync`: do nothing, since the store keeps what it has confirmed."""
 
@@ -413,6 +426,14 @@ class ListedStore(Store):
         """Forward to the wrapped store."""
         self._below.remove(name)
 
+    def unfinished_uploads(self, prefix: str) -> Iterator[UnfinishedUpload]:
+        """Forward to the wrapped store."""
+        return self._below.unfinished_uploads(prefix)
+
+    def abort_upload(self, upload: UnfinishedUpload) -> None:
+        """Forward to the wrapped store."""
+        self._below.abort_upload(upload)
+
     def sync(self, prefix: str) -> None:
         """Forward to the wrapped store."""
         self._below.sync(prefix)
@@ -499,9 +520,15 @@ CLIENT_OPTIONS = (
 
 def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
     client = {name: value for name, value in options.items() if name in CLIENT_OPTIONS}
+    is_aws = root.startswith(_AWS)
+    provider = aws.credential_provider(options) if is_aws else None
+    others = {
+        name: value for name, value in options.items() if not (name in client or (is_aws and name == aws.PROFILE))
+    }
     return from_url(
         root,
-        config={name: value for name, value in options.items() if name not in client} or None,
+        config=others or None,
+        **({} if provider is None else {"credential_provider": provider}),
         client_options={"timeout": f"{REQUEST_TIMEOUT_S:g}s", "allow_http": _allows_http(options), **client},
         retry_config={
             "max_retries": MAX_RETRIES,
