@@ -71,3 +71,11 @@ def test_quantized_layers_come_back(what: str, tmp_path: pathlib.Path) -> None:
     found = asyncckpt.load(tmp_path / "c")["layer"]
     assert same(dict(found), {name: value.detach() for name, value in first.state_dict().items()})
     assert expected.shape == (2, 64)
+    if what == "Linear4bit":  # as transformers does it; bitsandbytes' own load_state_dict() takes no quantized weights
+        stats = {name.removeprefix("weight."): value for name, value in found.items() if name.startswith("weight.")}
+        second = layer(1)
+        second.weight = bitsandbytes.nn.Params4bit.from_prequantized(
+            found["weight"], stats, requires_grad=False, device="cpu", module=second
+        )
+        asyncckpt.load(tmp_path / "c", {"layer": {"bias": second.bias}})
+        assert torch.equal(second(x), expected)
