@@ -343,19 +343,6 @@ class AsyncCheckpointer(Checkpointer):
         finally:
             self._saving.release()
 
-    def ask_mirror_early(self, path: str, mirror: str) -> None:
-        """Have the worker look which runs a mirror has seen, so that the first save does not wait for a slow mirror.
-
-        Does not wait for the worker. Ranks other than 0 do nothing: their run is rank 0's, which they do not know yet.
-
-        Args:
-            path: Path of a checkpoint in the directory that will be saved to.
-            mirror: Where that checkpoint would be copied to.
-        """
-        ranks, process = self._coordination, self._process
-        if self._rank.rank == 0 and ranks is not None and isinstance(process, WorkerClient):
-            process.ask_epoch_early(path, mirror, self._run_id if ranks.alone else ranks.run_id)
-
     def load(self, path: str | os.PathLike[str], state_dict: Any = None, **kw: Any) -> Any:
         """As `Checkpointer.load`; with a `state_dict`, waits for running copies first, as `fence()`."""
         self._check_usable()

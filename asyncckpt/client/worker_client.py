@@ -183,10 +183,6 @@ class WorkerClient(CheckpointProcess):
         """Return the exchange of the ranks that share this worker."""
         return BoardExchange(self.run.rank, self.call, timeout_s=self.config.worker_timeout_s)
 
-    def ask_epoch_early(self, path: str, mirror: str, run: str) -> None:
-        """Have the worker find out the epoch that the run's first save asks for. Does not wait for it."""
-        self._send(lambda n: messages.Lineage(id=n, run=run, path=path, mirror=mirror, least_epoch=0))
-
     def _ask_epoch(self, path: str, mirror: str, run: str, least: int, brief: bool) -> int:
         timeout_s = EPOCH_RETRY_TIMEOUT_S if brief else self.config.worker_timeout_s
         build: Callable[[int], messages.Message] = lambda n: messages.Lineage(  # noqa: E731

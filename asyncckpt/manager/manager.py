@@ -271,8 +271,6 @@ class CheckpointManager:
                     mirror_policy=mirror_policy,
                     exporting=tuple if self._exports is None else self._exports.busy,
                 )
-            if self._mirror_names is not None and isinstance(self.checkpointer, AsyncCheckpointer):
-                self.checkpointer.ask_mirror_early(self._names.path(0), self._mirror_names.path(0))
         except BaseException:
             if self._owns_checkpointer:
                 self.checkpointer.close()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-import time
 
 import pytest
 import rank_processes
-from bad_mirrors import bad_mirror
-from real_worker import DEADLINE_S, RealWorker, manifest_of, running
+from real_worker import DEADLINE_S, RealWorker, manifest_of
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, CheckpointManager, RankInfo, SyncCheckpointer
+from asyncckpt import AsyncCheckpointer, RankInfo, SyncCheckpointer
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.names import SaveId
-from asyncckpt_worker.io.writer import MIRROR_ANSWER_S
 
 
 def goes_on(rank: int, endpoint: str, root: str, mirror: str, how: str, prepares: bool) -> None:
@@ -58,28 +55,6 @@ def test_what_ranks_save_on_a_new_disk_is_newer_than_the_mirror(
     saved = [SaveId.parse(manifest_of(runs / f"step-{step}")["save_id"]).epoch for step in (7, 8, 9)]
     assert saved == epochs
     assert asyncckpt.latest_checkpoint(runs, mirror=mirror) == str(runs / "step-9")
-
-
-def saves_with_a_manager(rank: int, endpoint: str, root: str, mirror: str) -> tuple[float, int]:
-    """Return how long the first save took once rank 0's worker has asked the mirror, and the epoch."""
-    with CheckpointManager(root, mirror=mirror, endpoint=endpoint) as manager:
-        manager.checkpointer._process.flush(DEADLINE_S)  # all requests are answered
-        manager.checkpointer.prepare({"n": 0})
-        began = time.monotonic()
-        handle = manager.save(1, {"n": 1})
-        save_s = time.monotonic() - began
-        assert handle is not None
-        return save_s, SaveId.parse(handle.written.result(DEADLINE_S).save_id).epoch
-
-
-def test_no_rank_of_a_manager_waits_in_a_save_for_a_mirror_that_hangs(
-    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with bad_mirror("hangs", tmp_path, monkeypatch) as mirror, running(endpoint, "--drain-timeout-s=1"):
-        results = rank_processes.run(2, saves_with_a_manager, endpoint, str(tmp_path / "runs"), mirror)
-    print(results)
-    for save_s, epoch in results:
-        assert save_s < MIRROR_ANSWER_S and epoch >= 490_000, "the hours since 1970"
 
 
 def misses_one(rank: int, endpoint: str, root: str, mirror: str) -> list[str]:
