@@ -7,8 +7,10 @@ import contextlib
 import os
 from typing import Any
 
+from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import messages
+from asyncckpt.protocol.fields import FAILED
 from asyncckpt.protocol.save_phases import ENDED
 from asyncckpt.recall.session import RequestChannel
 from asyncckpt.recall.snapshots import endpoint_of
@@ -50,16 +52,20 @@ def tell_to_drain(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S, *, now: bo
 
 
 def busy_paths(args: argparse.Namespace) -> tuple[list[str], str]:
-    """Return the real paths that the worker writes to, and the endpoint of the worker; "" if no worker answers.
+    """Return the real paths and URLs that the worker writes to, and its endpoint; "" if no worker answers.
+
+    Where it copies to, or will, is among them.
 
     Raises:
         WorkerUnavailableError: The worker that was given with --endpoint does not answer.
     """
     asked = endpoint_of(args.endpoint)
     try:
-        rows = status_of(asked).get("saves") or ()
+        status = status_of(asked)
     except WorkerUnavailableError:
         if args.endpoint:
             raise
         return [], ""
-    return [os.path.realpath(str(row["path"])) for row in rows if row.get("phase") not in ENDED], asked
+    written = [str(row["path"]) for row in status.get("saves") or () if row.get("phase") not in ENDED]
+    written += [str(row["mirror"]) for row in status.get("mirrors") or () if row.get("phase") != FAILED]
+    return [path if is_object_url(path) else os.path.realpath(path) for path in written], asked

@@ -17,26 +17,27 @@ def uploads_in(
 ) -> Iterator[tuple[Garbage, UnfinishedUpload]]:
     """Yield the unfinished uploads of our files in `root` and one level below it, or at any depth.
 
-    Those that may be in progress are kept: to a path to which a worker writes, or begun within `rules.older_than_s`.
+    Those that may be in progress are kept: to a path to which a worker writes, or changed within `rules.older_than_s`.
 
     Raises:
         UnsupportedByStoreError: The store may have some, and does not tell.
         OSError: The store was asked, and has not answered.
     """
-    for upload in store.unfinished_uploads(root):
+
+    def is_wanted(object_name: str) -> bool:
+        path, name = os.path.split(object_name)
+        return owner_of(name) is not None and (recursive or root in (path, os.path.dirname(path)))
+
+    for upload in store.unfinished_uploads(root, is_wanted):
         path, name = os.path.split(upload.name)
-        owner = owner_of(name)
-        if owner is None or not (recursive or path == root or os.path.dirname(path) == root):
-            continue
-        age_s = rules.now - upload.begun_s
+        owner, age_s = owner_of(name), rules.now - upload.changed_s
         kept = ""
         if path in rules.busy:
             kept = "the worker writes there"
         elif age_s < rules.older_than_s:
-            kept = f"begun {max(0.0, age_s):.0f} s ago: it may be in progress"
-        yield (
-            Garbage(
-                path=path, kind=UPLOAD, names=(name,), nbytes=upload.nbytes, age_s=age_s, save_ids=(owner,), kept=kept
-            ),
-            upload,
+            kept = f"changed {max(0.0, age_s):.0f} s ago: it may be in progress"
+        ids = () if owner is None else (owner,)
+        garbage = Garbage(
+            path=path, kind=UPLOAD, names=(name,), nbytes=upload.nbytes, age_s=age_s, save_ids=ids, kept=kept
         )
+        yield garbage, upload

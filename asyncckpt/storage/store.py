@@ -101,13 +101,13 @@ class UnfinishedUpload(NamedTuple):
         name: Name of the object that it would have made.
         id: ID that the store has given it.
         nbytes: Length of the parts that the store has.
-        begun_s: When it was begun, in seconds since 1970.
+        changed_s: When it was begun, or the last part came, in seconds since 1970.
     """
 
     name: str
     id: str
     nbytes: int
-    begun_s: float
+    changed_s: float
 
 
 class DirectoryIdentity(NamedTuple):
@@ -375,8 +375,12 @@ class Store(abc.ABC):
         """
         raise UnsupportedByStoreError("directories", prefix)
 
-    def unfinished_uploads(self, prefix: str) -> Iterator[UnfinishedUpload]:
+    def unfinished_uploads(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[UnfinishedUpload]:
         """Yield the unfinished uploads below a prefix. Stores that keep no parts of uploads have none.
+
+        Args:
+            prefix: The prefix.
+            is_wanted: Whether an upload with this name is wanted; the store is asked no more about others.
 
         Raises:
             UnsupportedByStoreError: It may have some, and does not tell.

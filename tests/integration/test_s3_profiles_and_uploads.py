@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from real_worker import running
 
+from asyncckpt.cli import worker_requests
+from asyncckpt.cli.commands import gc
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.storage.cloud import aws
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.locate import store_at, with_storage_options
-from asyncckpt.storage.store import UnfinishedUpload
-from tests import object_servers
+from asyncckpt.storage.store import UnfinishedUpload, UnsupportedByStoreError
+from tests import object_proxy, object_servers
 from tests.object_servers import BUCKET, Server
 
 boto3 = pytest.importorskip("boto3", reason="the extra aws is not installed")
@@ -49,29 +55,56 @@ def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_of(options: dict[str, str]) -> str | None:
-    provider = aws.credential_provider(options)
-    return None if provider is None else provider()["access_key_id"]
+    """Return the key that a profile gives; None: obstore finds one by itself."""
+    profile = aws.profile_credentials(options)
+    return None if profile is None else profile()["access_key_id"]
 
 
 def test_keys_come_from_the_profile_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert key_of({}) == "AKEY"
     monkeypatch.setenv("AWS_PROFILE", "other")
     assert key_of({}) == "BKEY"
-    assert key_of({"profile": "default"}) == "AKEY"
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    assert key_of({}) is None, "obstore takes it from the environment"
-    assert key_of({"profile": "default"}) == "AKEY"
-    assert key_of({"AWS_ACCESS_KEY_ID": "y"}) is None
+    for name in ("profile", "aws_profile", "AWS_PROFILE"):
+        assert key_of({name: "default"}) == "AKEY"
+    assert key_of({"AWS_ACCESS_KEY_ID": "y"}) is None and key_of({"role_arn": "y"}) is None
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9")
+    assert key_of({}) == "BKEY", "it is named"
+    monkeypatch.delenv("AWS_PROFILE")
+    assert key_of({}) is None, "nobody has named the default profile"
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    for before in ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ACCESS_KEY_ID"):
+        with monkeypatch.context() as changed:
+            changed.setenv(before, "x")
+            assert key_of({}) is None and key_of({"profile": "default"}) == "AKEY"
 
 
-def test_without_files_and_profile_obstore_looks_for_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+@pytest.mark.parametrize("change", [{"AWS_SKIP_SIGNATURE": "true"}, {"HOME": "/nowhere"}, {"HOME": "/proc/1/root/x"}])
+def test_without_need_or_files_obstore_looks_for_credentials(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+) -> None:
+    if "HOME" in change:
+        monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE")
+        monkeypatch.delenv("AWS_CONFIG_FILE")
+    for name, value in change.items():
+        monkeypatch.setenv(name, value)
     assert key_of({}) is None
 
 
+def test_a_region_of_a_profile_counts_if_no_other_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def region(**options: str) -> str | None:
+        profile = aws.profile_credentials({"profile": "other", **options})
+        assert profile is not None
+        return profile.config.get("region")
+
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    assert region() == "us-east-1" and region(region="x") is None
+    monkeypatch.setenv("AWS_REGION", "y")
+    assert region() is None
+
+
 def test_a_profile_that_is_not_there_or_has_a_rival_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedPathError, match=r"profile \(\.\.\.\) could not be found"):
+    with pytest.raises(UnsupportedPathError, match=r"profile \(missing\) could not be found"):
         ObjectStore("s3://bucket", {"profile": "missing"})
     with pytest.raises(UnsupportedPathError, match="both a profile and credentials"):
         ObjectStore("s3://bucket", {"profile": "other", "access_key_id": "x"})
@@ -82,14 +115,76 @@ def test_a_profile_that_is_not_there_or_has_a_rival_is_refused(monkeypatch: pyte
         ObjectStore("s3://bucket")
 
 
-def test_a_profile_without_boto3_is_refused_by_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_without_boto3_is_refused_by_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
-    assert key_of({}) is None
+    assert key_of({}) is None and not caplog.records
     with pytest.raises(UnsupportedPathError, match=r"asyncckpt\[aws\]"):
         ObjectStore("s3://bucket", {"profile": "other"})
-    monkeypatch.setenv("AWS_PROFILE", "other")
-    with pytest.raises(UnsupportedPathError, match=r"asyncckpt\[aws\]"):
-        ObjectStore("s3://bucket")
+    monkeypatch.setenv("AWS_PROFILE", "other")  # an instance's role may be meant
+    assert key_of({}) is None
+    assert "asyncckpt[aws]" in caplog.text
+
+
+PROGRAM = "[profile p]\nregion = us-east-1\ncredential_process = {}\n"
+
+
+@pytest.mark.parametrize("program", ["/nowhere/tool", "/bin/echo []", "/bin/sh -c 'echo a-secret >&2; exit 1'"])
+def test_a_program_that_gives_no_credentials_fails_the_request_and_shows_nothing(
+    program: str, tmp_path: pathlib.Path, server: Server
+) -> None:
+    (tmp_path / "config").write_text(PROGRAM.format(program))
+    options = {"endpoint": server.url, "profile": "p", **object_servers.NO_CONNECTION_STAYS}
+    store = ObjectStore(server.root, options)
+    with pytest.raises(OSError, match="'p' of the AWS CLI gives no credentials") as caught:
+        store.stat(f"{server.root}/x")
+    assert "a-secret" not in str(caught.value)
+    with pytest.raises(OSError) as caught:
+        list(store.unfinished_uploads(server.root, lambda name: True))
+    assert "a-secret" not in str(caught.value)
+
+
+def test_a_program_that_hangs_delays_no_other_store(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config").write_text(PROGRAM.format("/bin/sleep 60"))
+    began = time.monotonic()
+    ObjectStore("s3://bucket", {"profile": "p"})
+    assert time.monotonic() - began < 30.0, "it is called with the first request"
+
+
+def test_keys_of_a_profile_are_shown_in_no_error() -> None:
+    told = b"<Error><Code>AccessDenied</Code><Message>refused AKEY with A-secret</Message></Error>"
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(told)))
+            self.end_headers()
+            self.wfile.write(told)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{listening.server_port}"
+            store = ObjectStore("s3://bucket", {"endpoint": url, **object_servers.NO_CONNECTION_STAYS})
+            with pytest.raises(PermissionError) as caught:
+                store.read_whole("s3://bucket/x", 10)
+        finally:
+            listening.shutdown()
+            thread.join()
+    assert "refused" in str(caught.value)
+    assert "AKEY" not in str(caught.value) and "A-secret" not in str(caught.value)
+
+
+def test_a_variable_that_would_be_used_in_place_of_an_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://b.example:1")
+    with pytest.raises(UnsupportedPathError, match="AWS_ENDPOINT_URL_S3"):
+        ObjectStore("s3://bucket", {"endpoint": "http://a.example:1"})
+    ObjectStore("s3://bucket", {"endpoint": "http://b.example:1"})
 
 
 TRAINER = """
@@ -139,20 +234,21 @@ def test_gc_finds_and_aborts_uploads_of_ours_that_were_never_completed(server: S
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     client, root = client_of(server), f"{server.root}/gc"
-    client.put_object(Bucket=BUCKET, Key="gc/notes.txt", Body=b"x")
     keys = {
         *(f"gc/step-9/{OWN}", "gc/step-9/notes.bin"),  # another program's stays
         *(f"gc/deep/er/step-8/{OWN}", f"other/step-9/{OWN}"),
     }
     ids = {key: begun(client, key, 7) for key in sorted(keys)}
-    assert sorted(store_at(root).unfinished_uploads(root))[0][1:3] == (ids[f"gc/deep/er/step-8/{OWN}"], 7)
+    (found,) = store_at(root).unfinished_uploads(root, lambda name: "/deep/" in name)
+    assert found[:3] == (f"{root}/deep/er/step-8/{OWN}", ids[f"gc/deep/er/step-8/{OWN}"], 7)
+    assert abs(time.time() - found.changed_s) < 3600.0, "moto says that all uploads began in 2010; a part came now"
 
     def rows(*more: str) -> list[dict[str, Any]]:
         done = run("-m", "asyncckpt", "gc", root, "--json", *more)
-        assert done.returncode == 0
-        return list(json.loads(done.stdout)["found"])
+        assert done.returncode in (0, 4)
+        return list(json.loads(done.stdout)["found"]) if done.returncode == 0 else []
 
-    (row,) = rows("--delete", "--older-than", "9000d")  # moto says that all uploads began in 2010
+    (row,) = rows("--delete")
     assert (row["kind"], row["path"], row["files"], row["nbytes"]) == ("upload", f"{root}/step-9", [OWN], 7)
     assert row["action"] == "kept" and "may be in progress" in row["why"]
     assert [one["action"] for one in rows("--older-than", "0s")] == ["would go"]
@@ -166,7 +262,34 @@ def test_gc_finds_and_aborts_uploads_of_ours_that_were_never_completed(server: S
 
 
 def test_an_upload_that_has_ended_meanwhile_counts_as_aborted(server: Server) -> None:
-    aws.abort_upload(UnfinishedUpload(f"{server.root}/a/{OWN}", "no-such-upload", 0, 0.0), server.options())
+    store = ObjectStore(server.root, {**server.options(), **object_servers.NO_CONNECTION_STAYS})
+    store.abort_upload(UnfinishedUpload(f"{server.root}/a/{OWN}", "no-such-upload", 0, 0.0))
+
+
+def test_gc_keeps_uploads_of_a_save_and_of_a_copy_that_are_in_progress(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    client, root = client_of(server), f"{server.root}/busy"
+    for path in ("save", "copy", "failed"):
+        begun(client, f"busy/{path}/{OWN}", 7)
+    client.close()
+    report = {
+        "saves": [{"path": f"{root}/save", "phase": "open"}],
+        "mirrors": [
+            {"path": "/disk/1", "mirror": f"{root}/copy", "phase": "copying"},
+            {"path": "/disk/2", "mirror": f"{root}/failed", "phase": "failed"},
+        ],
+    }
+    monkeypatch.setattr(worker_requests, "status_of", lambda endpoint: report)
+    args = argparse.Namespace(root=root, recursive=False, delete=False, endpoint=None, older_than=0.0, json=True)
+    args.tombstones = args.locks = args.broken = False
+    printed: list[Any] = []
+    monkeypatch.setattr(gc, "print_removals", lambda args, facts, *rest: printed.append(facts) or 0)
+    assert gc.run(args) == 0
+    found = {os.path.basename(row["path"]): row["action"] for row in printed[0]["found"]}
+    assert found == {"save": "kept", "copy": "kept", "failed": "would go"}
 
 
 def test_gc_says_why_it_does_not_show_uploads(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,12 +305,22 @@ def test_gc_says_why_it_does_not_show_uploads(server: Server, monkeypatch: pytes
     assert "asyncckpt[aws]" in json.loads(done.stdout)["uploads_not_shown"]
 
 
-def test_a_refusal_of_the_list_is_told_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests import object_proxy
-
+def test_a_refusal_of_the_list_is_told_without_secrets() -> None:
     with object_proxy.running("http://127.0.0.1:9") as proxy:
         proxy.fault = lambda method, path: object_proxy.REFUSED
         options = {"endpoint": proxy.url, "access_key_id": "an-access-key", "secret_access_key": "a-secret-key"}
+        store = ObjectStore("s3://bucket", {**options, **object_servers.NO_CONNECTION_STAYS})
         with pytest.raises(PermissionError) as caught:
-            list(aws.unfinished_uploads("s3://bucket/x", options))
-    assert "an-access-key" not in str(caught.value) and os.strerror(5) not in str(caught.value)
+            list(store.unfinished_uploads("s3://bucket/x", lambda name: True))
+    assert "an-access-key" not in str(caught.value) and "a-secret-key" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"virtual_hosted_style_request": "true"}, {"proxy_url": "http://127.0.0.1:9"}, {"skip_signature": "1"}]
+)
+def test_what_boto3_cannot_be_told_alike_is_not_asked(options: dict[str, str]) -> None:
+    """It might list another server's uploads, and abort them."""
+    keys = {} if "skip_signature" in options else {"access_key_id": "x", "secret_access_key": "y"}
+    store = ObjectStore("s3://bucket", {"endpoint": "http://127.0.0.1:9", "region": "x", **keys, **options})
+    with pytest.raises(UnsupportedByStoreError):
+        list(store.unfinished_uploads("s3://bucket/x", lambda name: True))

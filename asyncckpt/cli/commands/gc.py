@@ -17,7 +17,10 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.basics.quantities import human, human_s, parse_seconds
+from asyncckpt.basics.urls import is_object_url
 from asyncckpt.cli.output import (
+    EXIT_FAILED,
+    EXIT_OK,
     action_of,
     add_delete,
     add_root,
@@ -28,6 +31,7 @@ from asyncckpt.cli.output import (
 )
 from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.doctor.directory import PROBES
+from asyncckpt.errors import CheckpointNotFoundError
 from asyncckpt.interop.publish import CONVERSIONS
 from asyncckpt.maintenance.gc import (
     CollectionResult,
@@ -40,7 +44,8 @@ from asyncckpt.maintenance.gc import (
 )
 from asyncckpt.maintenance.uploads import uploads_in
 from asyncckpt.storage.local import store_over
-from asyncckpt.storage.store import Store, UnfinishedUpload
+from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.store import Store, UnfinishedUpload, UnsupportedByStoreError
 
 EXAMPLES = (
     "asyncckpt gc runs/a",
@@ -75,8 +80,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; exit codes: 1 something could not be removed, 4 there is no such directory."""
-    root, files = existing_directory(args.root)
+    """Run the command; exit codes: 1 something could not be listed or removed, 4 there is no such directory."""
+    missing: CheckpointNotFoundError | None = None
+    try:
+        root, files = existing_directory(args.root)
+    except CheckpointNotFoundError as error:
+        if error.path is None or not is_object_url(error.path):
+            raise
+        root, files, missing = error.path, files_at(error.path), error  # there may be uploads that made no object
     busy, worker = busy_paths(args)
     rules = GarbageRules(
         now=time.time(),
@@ -87,22 +98,16 @@ def run(args: argparse.Namespace) -> int:
         broken=args.broken,
     )
     store = store_over(files, umask=current_umask())
-    rows = []
-    for garbage in garbage_in(root, store, rules, recursive=args.recursive):
-        done = None
-        if args.delete and not garbage.kept:
-            done = collect(garbage.path, store, rules, package=__version__)
-        rows.append(_row(args, garbage, done))
-    for garbage in temporaries_in(root, store, rules, (CONVERSIONS, PROBES), recursive=args.recursive):
-        done = _removed(garbage, store) if args.delete and not garbage.kept else None
-        rows.append(_row(args, garbage, done))
-    hidden = ""  # why unfinished uploads are not shown
+    rows = [] if missing else _remove_files(args, root, store, rules)
+    hidden, is_refused = "", False  # why unfinished uploads are not shown
     try:
         for garbage, upload in uploads_in(root, store, rules, recursive=args.recursive):
             done = _aborted(garbage, upload, store) if args.delete and not garbage.kept else None
             rows.append(_row(args, garbage, done))
     except OSError as error:
-        hidden = str(error.strerror)
+        hidden, is_refused = str(error.strerror), not isinstance(error, UnsupportedByStoreError)
+    if missing and not rows:
+        raise missing
     code = print_removals(
         args,
         {"root": root, "worker": worker, "found": rows, "uploads_not_shown": hidden},
@@ -116,8 +121,22 @@ def run(args: argparse.Namespace) -> int:
         nothing_found(args, "nothing to remove"),
     )
     if hidden and not args.json:
-        say(f"uploads that were never completed are not shown: {hidden}")
-    return code
+        say(f"uploads that were never completed are not all shown: {hidden}")
+    return code or (EXIT_FAILED if is_refused else EXIT_OK)
+
+
+def _remove_files(args: argparse.Namespace, root: str, store: Store, rules: GarbageRules) -> list[dict[str, Any]]:
+    """Remove the files that are garbage, if the arguments say so, and return the rows of all of them."""
+    rows = []
+    for garbage in garbage_in(root, store, rules, recursive=args.recursive):
+        done = None
+        if args.delete and not garbage.kept:
+            done = collect(garbage.path, store, rules, package=__version__)
+        rows.append(_row(args, garbage, done))
+    for garbage in temporaries_in(root, store, rules, (CONVERSIONS, PROBES), recursive=args.recursive):
+        done = _removed(garbage, store) if args.delete and not garbage.kept else None
+        rows.append(_row(args, garbage, done))
+    return rows
 
 
 def _removed(garbage: Garbage, store: Store) -> CollectionResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncckpt.storage.cloud.retries import attempts
@@ -57,7 +57,7 @@ class ObjectShardWriter(ShardWriter):
         *,
         open_upload: Callable[[str, int, int], Any],
         stat: Callable[[str], Entry],
-        secrets: Collection[str] = (),
+        secrets: Iterable[str] = (),
     ) -> None:
         super().__init__(path, image, offset, nbytes)
         self._open_upload, self._stat, self._secrets = open_upload, stat, secrets

@@ -10,9 +10,10 @@ obstore retries requests with growing pauses if the store is busy (429, 500, 503
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import Any, ClassVar
@@ -79,8 +80,8 @@ class ObjectStore(Store):
         self.root = root
         self.links_may_end_late = not root.startswith(_AZURE)
         self._options = dict(options or {})
-        self._store = client or _opened(root, self._options)
-        self._secrets = tuple(self._options.values())
+        self._store, self._profile = (client, None) if client is not None else _opened(root, self._options)
+        self._secrets = aws.Secrets(self._options, self._profile)
 
     def __repr__(self) -> str:
         """Return the bucket, without credentials."""
@@ -296,17 +297,20 @@ class ObjectStore(Store):
                 if is_last:
                     raise
 
-    def unfinished_uploads(self, prefix: str) -> Iterator[UnfinishedUpload]:
+    def unfinished_uploads(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[UnfinishedUpload]:
         """Implement `Store.unfinished_uploads`, of S3 only. Azure removes its parts after a week."""
         if self.root.startswith(_GOOGLE):
-            raise UnsupportedByStoreError(
-                "list of unfinished uploads that can be read here: use a lifecycle rule", prefix
-            )
-        return aws.unfinished_uploads(prefix, self._options) if self.root.startswith(_AWS) else iter(())
+            text = "list of unfinished uploads that can be read here: use a lifecycle rule"
+            raise UnsupportedByStoreError(text, prefix)
+        return self._uploads.below(prefix, is_wanted) if self.root.startswith(_AWS) else iter(())
 
     def abort_upload(self, upload: UnfinishedUpload) -> None:
         """Implement `Store.abort_upload`."""
-        aws.abort_upload(upload, self._options)
+        self._uploads.abort(upload)
+
+    @functools.cached_property
+    def _uploads(self) -> aws.UnfinishedUploads:
+        return aws.UnfinishedUploads(self.root, self._options, self._client, self._profile, self._secrets)
 
     def sync(self, prefix: str) -> None:
         """Implement `Store.sync`: do nothing, since the store keeps what it has confirmed."""
@@ -426,9 +430,9 @@ class ListedStore(Store):
         """Forward to the wrapped store."""
         self._below.remove(name)
 
-    def unfinished_uploads(self, prefix: str) -> Iterator[UnfinishedUpload]:
+    def unfinished_uploads(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[UnfinishedUpload]:
         """Forward to the wrapped store."""
-        return self._below.unfinished_uploads(prefix)
+        return self._below.unfinished_uploads(prefix, is_wanted)
 
     def abort_upload(self, upload: UnfinishedUpload) -> None:
         """Forward to the wrapped store."""
@@ -482,7 +486,8 @@ def _renamed(entry: Entry, name: str) -> Entry:
     return Entry(name, entry.kind, entry.nbytes, entry.mtime_ns, entry.version)
 
 
-def _opened(root: str, options: Mapping[str, str]) -> Any:
+def _opened(root: str, options: Mapping[str, str]) -> tuple[Any, aws.ProfileCredentials | None]:
+    """Return obstore's store, and where its credentials come from if that is a profile."""
     try:
         from obstore.store import from_url
     except ImportError as error:
@@ -493,9 +498,14 @@ def _opened(root: str, options: Mapping[str, str]) -> Any:
 
     try:
         _check_endpoints(root, options)
-        return _from_url(from_url, root, options)
+        if not root.startswith(_AWS):
+            return _from_url(from_url, root, options), None
+        profile = aws.profile_credentials(options)
+        others = {name: value for name, value in options.items() if not aws.is_profile(name)}
+        provider = {} if profile is None else {"credential_provider": profile}
+        return _from_url(from_url, root, others, **provider), profile
     except (BaseError, ValueError, TypeError) as error:
-        text = message_of(error, options.values())  # obstore quotes what it cannot parse
+        text = message_of(error, aws.Secrets(options))  # obstore quotes what it cannot parse
         raise UnsupportedPathError(f"{root}: the store cannot be opened: {text}", path=root) from None
 
 
@@ -518,17 +528,11 @@ CLIENT_OPTIONS = (
 """Options of the connections, which obstore takes apart from those of the store."""
 
 
-def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
+def _from_url(from_url: Any, root: str, options: Mapping[str, str], **more: Any) -> Any:
     client = {name: value for name, value in options.items() if name in CLIENT_OPTIONS}
-    is_aws = root.startswith(_AWS)
-    provider = aws.credential_provider(options) if is_aws else None
-    others = {
-        name: value for name, value in options.items() if not (name in client or (is_aws and name == aws.PROFILE))
-    }
     return from_url(
         root,
-        config=others or None,
-        **({} if provider is None else {"credential_provider": provider}),
+        config={name: value for name, value in options.items() if name not in client} or None,
         client_options={"timeout": f"{REQUEST_TIMEOUT_S:g}s", "allow_http": _allows_http(options), **client},
         retry_config={
             "max_retries": MAX_RETRIES,
@@ -538,6 +542,7 @@ def _from_url(from_url: Any, root: str, options: Mapping[str, str]) -> Any:
                 "max_backoff": timedelta(seconds=retries.LAST_PAUSE_S),
             },
         },
+        **more,
     )
 
 
@@ -552,7 +557,11 @@ def _check_endpoints(root: str, options: Mapping[str, str]) -> None:
 
     Raises:
         ValueError: One of the options, or of the environment if the options have none, is not. Its value is not shown.
+            Or a variable would be used in place of the option.
     """
+    before = os.environ.get(_BEFORE_OPTIONS) if root.startswith(_AWS) else None
+    if before and any(value != before for value in _endpoints_in(options).values()):
+        raise ValueError(f"{_BEFORE_OPTIONS} is set, and obstore would use it in place of the option: unset it")
     prefix = _PREFIXES[location_of(root).root.partition(":")[0]]
     given = _endpoints_in(options) or {
         name: os.environ[name] for name in _ENDPOINTS if name.startswith(prefix) and name in os.environ
@@ -573,5 +582,6 @@ def _endpoints_in(options: Mapping[str, str]) -> dict[str, str]:
 
 _ENDPOINT = re.compile(r"(aws_|azure_(storage_)?|google_)?(endpoint(_url(_s3)?)?|base_url)", re.IGNORECASE)
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+_BEFORE_OPTIONS = "AWS_ENDPOINT_URL_S3"
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 """Prefix of the variables that obstore reads for a scheme."""
