@@ -419,10 +419,6 @@ class Save:
         """Whether the sealed snapshot of `rank` was accepted and its part has not ended."""
         return rank in self.sealed
 
-    def has_link(self, link: str) -> bool:
-        """Whether a rank has this follower (`Session.link`)."""
-        return any(entry.link == link for entry in self.ranks.values())
-
     @property
     def awaits_seals(self) -> bool:
         """Whether it is open and a rank has not sealed it."""

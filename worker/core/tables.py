@@ -110,11 +110,6 @@ class EndedSave:
         """Yield rank and phase of the first `limit` ranks."""
         return ((rank, self._row(at)[0]) for at, rank in enumerate(self.ranks[:limit]))
 
-    def has_link(self, link: str) -> bool:
-        """Whether a rank had this follower (`Session.link`)."""
-        links = self._columns[-1]
-        return link in links if isinstance(links, tuple) else link == links
-
     def reopened(self, ranks: Iterable[int] = ()) -> Save:
         """Return the ended save as a `Save` with some of its ranks, to handle events after the end."""
         save = Save(self.save_id, self.world_size, outcome=self.outcome, error=self.error)
