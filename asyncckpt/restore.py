@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.paths import checkpoint_path
-from asyncckpt.basics.seen_saves import note_seen, note_unanswered
+from asyncckpt.basics.seen_saves import note_seen
 from asyncckpt.basics.urls import parent_of
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
@@ -178,7 +178,6 @@ def _look_at_both(root: str, mirror: str) -> list[Candidate]:
     try:
         copies = look(mirror)
     except (OSError, AsyncCkptError) as error:
-        note_unanswered(mirror)
         if not local:
             raise
         _log.warning("the mirror %s cannot be listed, so only %s is looked at: %s", mirror, root, error)

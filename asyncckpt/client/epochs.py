@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncckpt.basics.seen_saves import is_unanswered, newest_seen
+from asyncckpt.basics.seen_saves import newest_seen
 from asyncckpt.basics.urls import parent_of
 from asyncckpt.format.names import SaveId
 
@@ -71,8 +71,6 @@ class EpochCache:
             return known.epoch
         seen = newest_seen(parent, home)
         least = _next_to(SaveId.parse(seen), run) if seen else 0
-        if is_unanswered(newest_seen(home)):
-            mirror = ""
         brief = time.monotonic() - self._failed_at < EPOCH_RETRY_PERIOD_S
         try:
             found = self._ask(path, mirror, run, max(least, known.epoch), brief)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncckpt.basics.paths import checkpoint_path
-from asyncckpt.basics.seen_saves import note_seen, note_unanswered
+from asyncckpt.basics.seen_saves import note_seen
 from asyncckpt.basics.urls import parent_of
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -477,7 +477,6 @@ def latest_checkpoint(
             try:
                 found += _committed_in(place)
             except (OSError, AsyncCkptError) as error:
-                note_unanswered(place)
                 if not found:
                     raise
                 _log.warning("the mirror %s cannot be listed, so only %s is searched: %s", place, root, error)

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from asyncckpt import __version__
 from asyncckpt.basics.failpoints import reach
-from asyncckpt.basics.seen_saves import fallback_epoch
 from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.format.names import DCP, SaveId
@@ -51,6 +50,8 @@ RESERVE_INODES = 8
 MIRROR_ANSWER_S = 2.0
 """How long a run's first save waits for a mirror to list its checkpoints. Chosen: the training waits as well."""
 
+SECONDS_PER_HOUR = 3600
+"""Fallback epochs count hours since 1970, more than any run counts by itself."""
 
 T = TypeVar("T")
 _logger = logging.getLogger("asyncckpt.worker")
@@ -308,7 +309,7 @@ class Writer:
             return found[0]
         # IMPORTANT: an epoch that no earlier run has reached. With a smaller one, a restore from the mirror would take
         # an older run's checkpoint for the newest.
-        epoch = fallback_epoch()
+        epoch = int(time.time() // SECONDS_PER_HOUR)
         _logger.warning("the mirror %s did not answer, so this run's epoch is %d, the hours since 1970", mirror, epoch)
         return epoch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncckpt.basics import seen_saves
-from asyncckpt.basics.seen_saves import MAX_SEEN, all_seen, fallback_epoch, newest_seen, note_seen, note_unanswered
+from asyncckpt.basics.seen_saves import MAX_SEEN, all_seen, newest_seen, note_seen
 from asyncckpt.client.epochs import EpochCache
 from asyncckpt.format.names import SaveId
 
@@ -90,18 +90,6 @@ def test_a_run_that_looks_at_a_newer_one_stays_the_older_one() -> None:
     assert epochs.epoch_for("/a/0", RUN) == 1
     note_seen(["/a"], [SaveId(3, 0, OTHER_RUN)])
     assert epochs.epoch_for("/a/1", RUN) == 1
-
-
-def test_a_mirror_that_did_not_answer_is_not_asked_in_a_save() -> None:
-    directory = Directory(a=1, m=4)
-    note_unanswered("/m")
-    note_seen(["/m"], [SaveId(4, 0, OTHER_RUN)])  # it has answered later
-    epochs = EpochCache(directory.ask)
-    assert epochs.epoch_for("/a/1", RUN) == 1
-    found = epochs.epoch_for("/a/2", RUN, "/m/2")
-    assert found in (fallback_epoch() - 1, fallback_epoch()), "the hours since 1970"
-    assert epochs.epoch_for("/a/3", RUN, "/m/3") == found and len(directory.asked) == 2
-    assert SaveId.parse(newest_seen("/m")).epoch == found - 1, "as the other ranks hear it in the first meeting"
 
 
 def test_ranks_that_disagreed_ask_again() -> None:
