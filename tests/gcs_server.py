@@ -58,7 +58,7 @@ class _Answer:
 
 
 class _Bucket:
-    """Objects and unfinished uploads of one bucket."""
+    """Objects and incomplete uploads of one bucket."""
 
     def __init__(self) -> None:
         self._objects: dict[str, _Object] = {}

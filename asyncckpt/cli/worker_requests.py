@@ -54,7 +54,7 @@ def tell_to_drain(endpoint: str, timeout_s: float = ANSWER_TIMEOUT_S, *, now: bo
 def busy_paths(args: argparse.Namespace) -> tuple[list[str], str]:
     """Return the real paths and URLs that the worker writes to, and its endpoint; "" if no worker answers.
 
-    Where it copies to, or will, is among them.
+    Includes the targets of mirror copies that run or wait.
 
     Raises:
         WorkerUnavailableError: The worker that was given with --endpoint does not answer.

@@ -83,8 +83,8 @@ def _uploads(name: str, store: Store) -> Finding:
         shard.abandon()
         raise
     return ok(
-        "a shard was uploaded; of parts that killed workers leave `asyncckpt gc` finds those in S3, if boto3 is "
-        "installed. Or let a lifecycle rule of the bucket remove incomplete multipart uploads"
+        "a shard was uploaded. Killed workers leave incomplete multipart uploads: in S3 `asyncckpt gc` aborts them if "
+        "boto3 is installed; or let a lifecycle rule of the bucket do it"
     )
 
 

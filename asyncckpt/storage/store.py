@@ -94,7 +94,7 @@ class Entry:
         return self.mtime_ns / 1e9
 
 
-class UnfinishedUpload(NamedTuple):
+class IncompleteUpload(NamedTuple):
     """An upload in parts that was begun, and neither completed nor aborted.
 
     Attributes:
@@ -375,26 +375,26 @@ class Store(abc.ABC):
         """
         raise UnsupportedByStoreError("directories", prefix)
 
-    def unfinished_uploads(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[UnfinishedUpload]:
-        """Yield the unfinished uploads below a prefix. Stores that keep no parts of uploads have none.
+    def incomplete_uploads(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[IncompleteUpload]:
+        """Yield the incomplete uploads below a prefix. Stores that keep no parts of uploads have none.
 
         Args:
             prefix: The prefix.
             is_wanted: Whether an upload with this name is wanted; the store is asked no more about others.
 
         Raises:
-            UnsupportedByStoreError: It may have some, and does not tell.
-            OSError: It was asked, and has not answered.
+            UnsupportedByStoreError: The store may hold incomplete uploads, but cannot list them.
+            OSError: The request failed.
         """
         return iter(())
 
-    def abort_upload(self, upload: UnfinishedUpload) -> None:
-        """Remove the parts of an unfinished upload. Succeeds also if it has ended meanwhile.
+    def abort_upload(self, upload: IncompleteUpload) -> None:
+        """Remove the parts of an incomplete upload. Succeeds also if it has ended meanwhile.
 
         Raises:
             OSError: They may still be there.
         """
-        raise UnsupportedByStoreError("unfinished uploads", upload.name)
+        raise UnsupportedByStoreError("incomplete uploads", upload.name)
 
     def as_files(self) -> Files:
         """Return the `Files` with which loads read. For an object store they use `read`, `stat` and `names`."""

@@ -1,4 +1,4 @@
-"""What boto3 adds for S3: credentials by profiles of the AWS CLI, and unfinished uploads that `asyncckpt gc` finds."""
+"""What boto3 adds for S3: credentials by profiles of the AWS CLI, and incomplete uploads that `asyncckpt gc` finds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,10 +21,12 @@ from real_worker import running
 from asyncckpt.cli import worker_requests
 from asyncckpt.cli.commands import gc
 from asyncckpt.errors import ConfigError, UnsupportedPathError
+from asyncckpt.maintenance.gc import GarbageRules
+from asyncckpt.maintenance.uploads import uploads_in
 from asyncckpt.storage.cloud import aws
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.locate import store_at, with_storage_options
-from asyncckpt.storage.store import UnfinishedUpload, UnsupportedByStoreError
+from asyncckpt.storage.store import IncompleteUpload, UnsupportedByStoreError
 from tests import object_proxy, object_servers
 from tests.object_servers import BUCKET, Server
 
@@ -72,9 +75,10 @@ def test_keys_come_from_the_profile_that_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("AWS_PROFILE")
     assert key_of({}) is None, "nobody has named the default profile"
     monkeypatch.setenv("AWS_PROFILE", "other")
-    for before in ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ACCESS_KEY_ID"):
+    for before in (("AWS_WEB_IDENTITY_TOKEN_FILE",), ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")):
         with monkeypatch.context() as changed:
-            changed.setenv(before, "x")
+            for name in before:
+                changed.setenv(name, "x")
             assert key_of({}) is None and key_of({"profile": "default"}) == "AKEY"
 
 
@@ -106,7 +110,7 @@ def test_a_region_of_a_profile_counts_if_no_other_is_given(monkeypatch: pytest.M
 def test_a_profile_that_is_not_there_or_has_a_rival_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedPathError, match=r"profile \(missing\) could not be found"):
         ObjectStore("s3://bucket", {"profile": "missing"})
-    with pytest.raises(UnsupportedPathError, match="both a profile and credentials"):
+    with pytest.raises(UnsupportedPathError, match="cannot be combined with credentials"):
         ObjectStore("s3://bucket", {"profile": "other", "access_key_id": "x"})
     with with_storage_options({"profile": "missing"}), pytest.raises(ConfigError, match="profile"):
         store_at("s3://a-bucket/x")
@@ -137,11 +141,11 @@ def test_a_program_that_gives_no_credentials_fails_the_request_and_shows_nothing
     (tmp_path / "config").write_text(PROGRAM.format(program))
     options = {"endpoint": server.url, "profile": "p", **object_servers.NO_CONNECTION_STAYS}
     store = ObjectStore(server.root, options)
-    with pytest.raises(OSError, match="'p' of the AWS CLI gives no credentials") as caught:
+    with pytest.raises(OSError, match="profile 'p'") as caught:
         store.stat(f"{server.root}/x")
     assert "a-secret" not in str(caught.value)
     with pytest.raises(OSError) as caught:
-        list(store.unfinished_uploads(server.root, lambda name: True))
+        list(store.incomplete_uploads(server.root, lambda name: True))
     assert "a-secret" not in str(caught.value)
 
 
@@ -239,7 +243,8 @@ def test_gc_finds_and_aborts_uploads_of_ours_that_were_never_completed(server: S
         *(f"gc/deep/er/step-8/{OWN}", f"other/step-9/{OWN}"),
     }
     ids = {key: begun(client, key, 7) for key in sorted(keys)}
-    (found,) = store_at(root).unfinished_uploads(root, lambda name: "/deep/" in name)
+    begun(client, "gc/step-9/foreign")  # of which no part came
+    (found,) = store_at(root).incomplete_uploads(root, lambda name: "/deep/" in name)
     assert found[:3] == (f"{root}/deep/er/step-8/{OWN}", ids[f"gc/deep/er/step-8/{OWN}"], 7)
     assert abs(time.time() - found.changed_s) < 3600.0, "moto says that all uploads began in 2010; a part came now"
 
@@ -257,13 +262,40 @@ def test_gc_finds_and_aborts_uploads_of_ours_that_were_never_completed(server: S
     assert rows("--older-than", "0s") == []
     assert len(rows("--older-than", "0s", "--recursive", "--delete")) == 1
     left = {one["Key"] for one in client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]}
-    assert left == {"gc/step-9/notes.bin", f"other/step-9/{OWN}"}
+    assert left == {"gc/step-9/notes.bin", "gc/step-9/foreign", f"other/step-9/{OWN}"}
     client.close()
+
+
+def test_an_upload_is_as_young_as_its_save(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    client, root = client_of(server), f"{server.root}/young"
+    index = OWN.replace("-part-000", "").replace("safetensors", "index")
+    for path in ("without", "with-object", "with-upload"):
+        begun(client, f"young/{path}/{OWN}")  # no part came; moto says that it began in 2010
+    client.put_object(Bucket=BUCKET, Key=f"young/with-object/{index}", Body=b"x")
+    begun(client, f"young/with-upload/{OWN.replace('part-000', 'part-001')}", 7)
+    client.close()
+    rules = GarbageRules(now=time.time(), older_than_s=86_400.0)
+    found = list(uploads_in(root, store_at(root), rules))
+    assert sorted((os.path.basename(one.path), bool(one.kept)) for one, _ in found) == [
+        *(("with-object", True), ("with-upload", True), ("with-upload", True), ("without", False))
+    ]
+
+
+def test_credentials_of_two_sources_are_not_mixed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStore(server.root, {"endpoint": server.url, **object_servers.NO_CONNECTION_STAYS})
+    assert list(store.incomplete_uploads(f"{server.root}/none", lambda name: True)) == []
+    other = {"access_key_id": "C", "secret_access_key": "D", "expires_at": datetime.now(timezone.utc) + aws.TTL}
+    monkeypatch.setattr(aws.ProfileCredentials, "__call__", lambda self: other)
+    store = ObjectStore(server.root, {"endpoint": server.url, **object_servers.NO_CONNECTION_STAYS})
+    with pytest.raises(UnsupportedByStoreError, match="other credentials"):
+        list(store.incomplete_uploads(f"{server.root}/none", lambda name: True))
 
 
 def test_an_upload_that_has_ended_meanwhile_counts_as_aborted(server: Server) -> None:
     store = ObjectStore(server.root, {**server.options(), **object_servers.NO_CONNECTION_STAYS})
-    store.abort_upload(UnfinishedUpload(f"{server.root}/a/{OWN}", "no-such-upload", 0, 0.0))
+    store.abort_upload(IncompleteUpload(f"{server.root}/a/{OWN}", "no-such-upload", 0, 0.0))
 
 
 def test_gc_keeps_uploads_of_a_save_and_of_a_copy_that_are_in_progress(
@@ -302,7 +334,7 @@ def test_gc_says_why_it_does_not_show_uploads(server: Server, monkeypatch: pytes
     done = run("-c", hides, "gc", f"{server.root}/hidden")
     assert done.returncode == 0 and "asyncckpt[aws]" in done.stdout
     done = run("-c", hides, "gc", f"{server.root}/hidden", "--json")
-    assert "asyncckpt[aws]" in json.loads(done.stdout)["uploads_not_shown"]
+    assert "asyncckpt[aws]" in json.loads(done.stdout)["uploads_error"]
 
 
 def test_a_refusal_of_the_list_is_told_without_secrets() -> None:
@@ -311,7 +343,7 @@ def test_a_refusal_of_the_list_is_told_without_secrets() -> None:
         options = {"endpoint": proxy.url, "access_key_id": "an-access-key", "secret_access_key": "a-secret-key"}
         store = ObjectStore("s3://bucket", {**options, **object_servers.NO_CONNECTION_STAYS})
         with pytest.raises(PermissionError) as caught:
-            list(store.unfinished_uploads("s3://bucket/x", lambda name: True))
+            list(store.incomplete_uploads("s3://bucket/x", lambda name: True))
     assert "an-access-key" not in str(caught.value) and "a-secret-key" not in str(caught.value)
 
 
@@ -323,4 +355,4 @@ def test_what_boto3_cannot_be_told_alike_is_not_asked(options: dict[str, str]) -
     keys = {} if "skip_signature" in options else {"access_key_id": "x", "secret_access_key": "y"}
     store = ObjectStore("s3://bucket", {"endpoint": "http://127.0.0.1:9", "region": "x", **keys, **options})
     with pytest.raises(UnsupportedByStoreError):
-        list(store.unfinished_uploads("s3://bucket/x", lambda name: True))
+        list(store.incomplete_uploads("s3://bucket/x", lambda name: True))

@@ -4,8 +4,8 @@ remove them.
 Saves that may be in progress are kept: those that the worker reports, and those of which a file was changed within
 --older-than. A removed save can never be committed: a tombstone file replaces its manifest until the next save to that
 path. Only files with a save ID in their names are removed, and temporary files that a killed `convert` or `doctor` has
-left. In S3 also parts of uploads that were never completed, if boto3 is installed. Committed checkpoints and all other
-files are kept.
+left. In S3, incomplete multipart uploads of such files are aborted too, if boto3 is installed. Committed checkpoints
+and all other files are kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from asyncckpt.maintenance.gc import (
 from asyncckpt.maintenance.uploads import uploads_in
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at
-from asyncckpt.storage.store import Store, UnfinishedUpload, UnsupportedByStoreError
+from asyncckpt.storage.store import IncompleteUpload, Store, UnsupportedByStoreError
 
 EXAMPLES = (
     "asyncckpt gc runs/a",
@@ -81,13 +81,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit codes: 1 something could not be listed or removed, 4 there is no such directory."""
-    missing: CheckpointNotFoundError | None = None
+    not_found: CheckpointNotFoundError | None = None
     try:
         root, files = existing_directory(args.root)
     except CheckpointNotFoundError as error:
         if error.path is None or not is_object_url(error.path):
             raise
-        root, files, missing = error.path, files_at(error.path), error  # there may be uploads that made no object
+        root, files, not_found = error.path, files_at(error.path), error  # an incomplete upload creates no object
     busy, worker = busy_paths(args)
     rules = GarbageRules(
         now=time.time(),
@@ -98,19 +98,21 @@ def run(args: argparse.Namespace) -> int:
         broken=args.broken,
     )
     store = store_over(files, umask=current_umask())
-    rows = [] if missing else _remove_files(args, root, store, rules)
-    hidden, is_refused = "", False  # why unfinished uploads are not shown
+    rows = [] if not_found else _remove_files(args, root, store, rules)
+    not_listed: OSError | None = None
     try:
         for garbage, upload in uploads_in(root, store, rules, recursive=args.recursive):
             done = _aborted(garbage, upload, store) if args.delete and not garbage.kept else None
             rows.append(_row(args, garbage, done))
     except OSError as error:
-        hidden, is_refused = str(error.strerror), not isinstance(error, UnsupportedByStoreError)
-    if missing and not rows:
-        raise missing
+        not_listed = error
+    has_failed = not_listed is not None and not isinstance(not_listed, UnsupportedByStoreError)
+    if not_found and not rows:
+        raise not_listed if not_listed is not None and has_failed else not_found
+    why = None if not_listed is None else str(not_listed.strerror)
     code = print_removals(
         args,
-        {"root": root, "worker": worker, "found": rows, "uploads_not_shown": hidden},
+        {"root": root, "worker": worker, "found": rows, "uploads_error": why},
         [
             ("KIND", [row["kind"] for row in rows]),
             ("FILES", [len(row["files"]) for row in rows]),
@@ -120,9 +122,9 @@ def run(args: argparse.Namespace) -> int:
         f"saves changed within {args.older_than:g} s (--older-than) are kept",
         nothing_found(args, "nothing to remove"),
     )
-    if hidden and not args.json:
-        say(f"uploads that were never completed are not all shown: {hidden}")
-    return code or (EXIT_FAILED if is_refused else EXIT_OK)
+    if why and not args.json:
+        say(f"incomplete uploads are not listed: {why}")
+    return code or (EXIT_FAILED if has_failed else EXIT_OK)
 
 
 def _remove_files(args: argparse.Namespace, root: str, store: Store, rules: GarbageRules) -> list[dict[str, Any]]:
@@ -146,7 +148,7 @@ def _removed(garbage: Garbage, store: Store) -> CollectionResult:
         return CollectionResult(garbage=garbage, error=error)
 
 
-def _aborted(garbage: Garbage, upload: UnfinishedUpload, store: Store) -> CollectionResult:
+def _aborted(garbage: Garbage, upload: IncompleteUpload, store: Store) -> CollectionResult:
     try:
         store.abort_upload(upload)
     except OSError as error:

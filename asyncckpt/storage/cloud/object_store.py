@@ -29,8 +29,8 @@ from asyncckpt.storage.store import (
     OBJECT,
     PREFIX,
     Entry,
+    IncompleteUpload,
     Store,
-    UnfinishedUpload,
     UnknownOutcomeError,
     UnsupportedByStoreError,
 )
@@ -297,20 +297,20 @@ class ObjectStore(Store):
                 if is_last:
                     raise
 
-    def unfinished_uploads(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[UnfinishedUpload]:
-        """Implement `Store.unfinished_uploads`, of S3 only. Azure removes its parts after a week."""
+    def incomplete_uploads(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[IncompleteUpload]:
+        """Implement `Store.incomplete_uploads`, of S3 only. Azure removes its parts after a week."""
         if self.root.startswith(_GOOGLE):
-            text = "list of unfinished uploads that can be read here: use a lifecycle rule"
+            text = "list of incomplete uploads that can be read here (use a lifecycle rule of the bucket)"
             raise UnsupportedByStoreError(text, prefix)
-        return self._uploads.below(prefix, is_wanted) if self.root.startswith(_AWS) else iter(())
+        return self._uploads.list_below(prefix, is_wanted) if self.root.startswith(_AWS) else iter(())
 
-    def abort_upload(self, upload: UnfinishedUpload) -> None:
+    def abort_upload(self, upload: IncompleteUpload) -> None:
         """Implement `Store.abort_upload`."""
         self._uploads.abort(upload)
 
     @functools.cached_property
-    def _uploads(self) -> aws.UnfinishedUploads:
-        return aws.UnfinishedUploads(self.root, self._options, self._client, self._profile, self._secrets)
+    def _uploads(self) -> aws.IncompleteUploads:
+        return aws.IncompleteUploads(self.root, self._options, self._client, self._profile, self._secrets)
 
     def sync(self, prefix: str) -> None:
         """Implement `Store.sync`: do nothing, since the store keeps what it has confirmed."""
@@ -430,11 +430,11 @@ class ListedStore(Store):
         """Forward to the wrapped store."""
         self._below.remove(name)
 
-    def unfinished_uploads(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[UnfinishedUpload]:
+    def incomplete_uploads(self, prefix: str, is_wanted: Callable[[str], bool]) -> Iterator[IncompleteUpload]:
         """Forward to the wrapped store."""
-        return self._below.unfinished_uploads(prefix, is_wanted)
+        return self._below.incomplete_uploads(prefix, is_wanted)
 
-    def abort_upload(self, upload: UnfinishedUpload) -> None:
+    def abort_upload(self, upload: IncompleteUpload) -> None:
         """Forward to the wrapped store."""
         self._below.abort_upload(upload)
 
@@ -560,7 +560,7 @@ def _check_endpoints(root: str, options: Mapping[str, str]) -> None:
             Or a variable would be used in place of the option.
     """
     before = os.environ.get(_BEFORE_OPTIONS) if root.startswith(_AWS) else None
-    if before and any(value != before for value in _endpoints_in(options).values()):
+    if before and any(value.rstrip("/") != before.rstrip("/") for value in _endpoints_in(options).values()):
         raise ValueError(f"{_BEFORE_OPTIONS} is set, and obstore would use it in place of the option: unset it")
     prefix = _PREFIXES[location_of(root).root.partition(":")[0]]
     given = _endpoints_in(options) or {
