@@ -14,7 +14,7 @@ from asyncckpt.errors import ProtocolError
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.fields import Check
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Version of messages, records between workers and the request in a slot. SPEC.md section 2 says when to raise it."""
 
 MAX_TABLE = check.MAX_TABLE

@@ -29,10 +29,18 @@ BEAT_S = 2.0
 
 _PHASES = (OPEN, SEALED, DURABLE)
 
+CONSENTED = "consented"
+"""In `known`: the leader knows that the part is durable, and that its hook has consented."""
+
 
 def part_phase(value: Any) -> bool:
     """`open`, `sealed` or `durable`."""
     return type(value) is str and value in _PHASES
+
+
+def known_phase(value: Any) -> bool:
+    """A `part_phase`, or `consented`."""
+    return part_phase(value) or (type(value) is str and value == CONSENTED)
 
 
 def failure(value: Any) -> bool:
@@ -61,11 +69,11 @@ def missing(value: Any) -> bool:
 
 
 def known(value: Any) -> bool:
-    """A list of [rank, `part_phase`]."""
+    """A list of [rank, `known_phase`]."""
     return (
         isinstance(value, (list, tuple))
         and len(value) <= check.MAX_TABLE
-        and all(isinstance(p, (list, tuple)) and len(p) == 2 and check.rank(p[0]) and part_phase(p[1]) for p in value)
+        and all(isinstance(p, (list, tuple)) and len(p) == 2 and check.rank(p[0]) and known_phase(p[1]) for p in value)
     )
 
 

@@ -345,6 +345,11 @@ class RankSave:
         return self.job == WRITE
 
     @property
+    def has_consented(self) -> bool:
+        """Whether it has a hook, and this has consented."""
+        return self.request is not None and self.request.hook_timeout_s > 0 and not self.needs_consent
+
+    @property
     def needs_consent(self) -> bool:
         """Whether the commit waits for this rank's `pre_commit` hook."""
         return self.request is not None and self.request.hook_timeout_s > 0 and not (self.consent and self.consent[0])

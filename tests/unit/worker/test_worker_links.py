@@ -496,6 +496,39 @@ def test_a_leader_that_comes_back_does_not_wait_for_a_hook_whose_rank_has_given_
     assert pair.leader.phase() == "failed" and pair.rows(0)[-1]["error"]["fields"]["rank"] == 1
 
 
+def test_a_leader_that_comes_back_does_not_wait_for_a_consent_that_was_lost(pair: Pair) -> None:
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, commit_timeout_s=30.0, hook_timeout_s=1000.0 * worker.rank)
+    pair.writes(pair.follower)
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    for _ in range(3):  # what was written is acknowledged
+        pair.pump(BEAT_S)
+    pair.follower.say(m.Consent, save_id=FIRST, granted=True, reason="")
+    pair.follower.said.clear()  # lost, and then the node is stopped for a while
+    pair.follower.now += 31.0
+    pair.follower.feed(ev.Tick)
+    assert pair.follower.phase(rank=1) == "unknown"
+    pair.pump()
+    assert pair.leader.phase() == "failed" and not pair.leader.of(ac.Commit)
+
+
+def test_a_rank_is_gone_only_once_the_leader_has_its_consent(pair: Pair) -> None:
+    for worker in (pair.leader, pair.follower):
+        pair.stages(worker, hook_timeout_s=1000.0 * worker.rank)
+    pair.writes(pair.follower)
+    for _ in range(3):
+        pair.pump(BEAT_S)
+    pair.follower.say(m.Consent, save_id=FIRST, granted=True, reason="")
+    pair.follower.said.clear()  # lost
+    pair.follower.feed(ev.Died, session=f"{1:016x}")
+    pair.follower.feed(ev.SlotRead, slot=1, reason="SEALED")
+    assert not any(row["gone"] for told in pair.follower.said for row in told.message.ranks)
+    for _ in range(3):
+        pair.pump(BEAT_S)
+    pair.leader.feed(ev.Written, key=(FIRST, 0), result=result_of(FIRST, 0))
+    assert pair.leader.of(ac.Commit), "it has consented"
+
+
 def test_a_hook_that_has_spoken_leaves_the_end_to_the_leader(pair: Pair) -> None:
     for worker in (pair.leader, pair.follower):
         pair.stages(worker, commit_timeout_s=30.0, hook_timeout_s=1000.0 * worker.rank)

@@ -21,13 +21,13 @@ from asyncckpt.errors import AsyncCkptError, ProtocolError, WorkerUnavailableErr
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import MAX_TABLE, MAX_TEXT_CHARS
 from asyncckpt.protocol.messages import Follow, Following, Lineage, LineageFound
-from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
+from asyncckpt.protocol.node_tables import BEAT_S, CONSENTED, Outcomes, Report
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, UNKNOWN
 from asyncckpt_worker.core.actions import Connection, Relay, Resources
 from asyncckpt_worker.core.events import Peer, Relayed
 from asyncckpt_worker.core.failures import busy, leader_lost, not_continued, other_world
 from asyncckpt_worker.core.model import RankSave, Run, Save, Session
-from asyncckpt_worker.core.nodes.tables import PHASE_ORDER, Row, pages, part_row, reported_phase
+from asyncckpt_worker.core.nodes.tables import PHASE_ORDER, Row, known_phase, pages, part_row
 from asyncckpt_worker.core.runs import RunRegistry
 from asyncckpt_worker.core.saves import SaveRegistry
 from asyncckpt_worker.core.slots import SlotRegistry
@@ -342,7 +342,7 @@ class Follower:
         resumed = any(e.from_dead_worker for e in ranks)
         unknown = all(e.phase == DURABLE or e.from_dead_worker for e in ranks) and (resumed or not save.failed_locally)
         # If the leader comes back, it must not wait for parts that are no longer reported, or for a hook's consent.
-        if not unknown or any(e.acknowledged != DURABLE or e.needs_consent for e in ranks):
+        if not unknown or any(not _is_complete_there(e) for e in ranks):
             error = save.pending_failure[1] if save.pending_failure else leader_lost(save, why, unknown=False)
             followed.unacknowledged_failures[save.save_id] = _failure(save.save_id, FAILED, error)
             self._t.to_report.add(followed.run.run_id)
@@ -429,8 +429,8 @@ class Follower:
     def _rank_rows(self, followed: _Followed) -> Iterator[Row]:
         """Yield the rows of ranks.
 
-        IMPORTANT: a departure is reported only when the leader has acknowledged everything that the rank has sealed;
-        else the leader would abandon saves that can be committed without the rank.
+        IMPORTANT: a departure is reported only when the leader has acknowledged everything that the rank has sealed
+        and consented to; else the leader would end saves that can be committed without the rank.
         """
         run = followed.run
         for rank in sorted({*run.members, *run.departed}):
@@ -495,7 +495,12 @@ class Follower:
 
 
 def _is_unacknowledged(entry: RankSave) -> bool:
-    return PHASE_ORDER[entry.acknowledged] < PHASE_ORDER[reported_phase(entry)]
+    return PHASE_ORDER[entry.acknowledged] < PHASE_ORDER[known_phase(entry)]
+
+
+def _is_complete_there(entry: RankSave) -> bool:
+    """Whether the leader needs nothing more of this part: it is durable, and its hook, if it has one, has consented."""
+    return entry.acknowledged == (CONSENTED if entry.has_consented else DURABLE) and not entry.needs_consent
 
 
 def _former_may_know(followed: _Followed, entry: RankSave) -> bool:

@@ -17,7 +17,7 @@ from asyncckpt.errors import AsyncCkptError, from_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import MAX_MISSING, MAX_TABLE
 from asyncckpt.protocol.messages import Consent, Lead, Leading, Lineage, Withdraw
-from asyncckpt.protocol.node_tables import BEAT_S, Outcomes, Report
+from asyncckpt.protocol.node_tables import BEAT_S, CONSENTED, Outcomes, Report
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, OPEN
 from asyncckpt_worker.core.actions import Listener, Relay, Resources
 from asyncckpt_worker.core.events import Relayed, Wire
@@ -313,7 +313,10 @@ class Leader:
             self._saves.written_remotely(opened, entry, result, row.get("report", {}))
         if "consent" in row:
             consent = Consent(id=0, save_id=save_id, granted=row["consent"], reason=row.get("reason", ""))
+            needed = entry.needs_consent
             self._admission.consent(session, consent)
+            if needed and not entry.needs_consent:  # the follower need not repeat it
+                self._pending_rows.setdefault(follower.link, {})[save_id] = None
 
     def _fail_unreadable_part(self, save_id: str, entry: RankSave, error: Exception) -> None:
         """End the save of a part that cannot be decoded, at once rather than by its deadline."""
@@ -553,4 +556,6 @@ def _is_unfinished(entry: RankSave) -> bool:
 
 def _phase_of(entry: RankSave) -> str:
     """Return the phase of a part to acknowledge; "" once it has ended."""
-    return DURABLE if entry.result is not None and not entry.ended else reported_phase(entry)
+    if entry.result is None or entry.ended:
+        return reported_phase(entry)
+    return CONSENTED if entry.has_consented else DURABLE

@@ -18,15 +18,15 @@ from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.fields import MAX_TABLE
 from asyncckpt.protocol.messages import Begin
-from asyncckpt.protocol.node_tables import PAGE_NBYTES
+from asyncckpt.protocol.node_tables import CONSENTED, PAGE_NBYTES
 from asyncckpt.protocol.request import SaveRequest, decode_request, encode_request
 from asyncckpt.protocol.save_phases import DURABLE, OPEN, SEALED
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt.storage.shard_writer import PRINT_NBYTES
 from asyncckpt_worker.core.model import RankSave
 
-PHASE_ORDER = {"": 0, OPEN: 1, SEALED: 2, DURABLE: 3}
-"""Phase of a row -> its order."""
+PHASE_ORDER = {"": 0, OPEN: 1, SEALED: 2, DURABLE: 3, CONSENTED: 4}
+"""Phase of a row, or of `known` -> its order."""
 
 MAX_SUMS_NBYTES = 1 << 20
 """Maximum size of a rank's sums in a row; the leader computes larger ones from the rank's index. Chosen."""
@@ -45,6 +45,12 @@ def reported_phase(entry: RankSave) -> str:
     if entry.ended:
         return ""
     return DURABLE if entry.phase == DURABLE else OPEN if entry.is_open else SEALED
+
+
+def known_phase(entry: RankSave) -> str:
+    """Return what `known` says of a part once the leader has its row."""
+    phase = reported_phase(entry)
+    return CONSENTED if phase == DURABLE and entry.has_consented else phase
 
 
 def part_row(save_id: str, entry: RankSave, *, recovering: bool) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def part_row(save_id: str, entry: RankSave, *, recovering: bool) -> dict[str, An
         assert entry.request is not None
         slim = replace(entry.request, structure=b"", objects=b"", metadata="{}")
         row["request"] = encode_request(slim)
-    if phase == DURABLE and entry.acknowledged != DURABLE:
+    if PHASE_ORDER[phase] >= PHASE_ORDER[DURABLE] > PHASE_ORDER[entry.acknowledged]:
         row["result"], row["report"] = pack_result(entry.result), entry.report
     if entry.consent is not None:
         row["consent"], row["reason"] = entry.consent
