@@ -26,9 +26,8 @@ pytest.importorskip("safetensors")
 STEP, TIMEOUT_S = 3, 120.0
 
 
-def training(rank: int, architecture: str, directory: str) -> int:
-    """Train with FSDP2, save at `STEP`, say the logits, and go on until the test says so; return the steps."""
-    import torch.distributed as dist
+def sharded(architecture: str) -> tuple[Any, Any]:
+    """Return a model, sharded with FSDP2 over 2 ranks, and its optimizer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -38,23 +37,38 @@ def training(rank: int, architecture: str, directory: str) -> int:
     for block in tiny_models.blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    talk, step, stops = rank_processes.talk(), 0, torch.zeros(1)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: Any, optimizer: Any, architecture: str, seed: int) -> None:
+    model(**tiny_models.inputs(architecture, seed=seed)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def is_told_to_stop(rank: int, directory: str, step: int) -> bool:
+    """Write the step down; return, alike on all ranks, whether the test has told them to stop."""
+    Path(directory, f"steps-{rank}").write_text(str(step))
+    stops = torch.tensor([float(rank == 0 and os.path.exists(os.path.join(directory, "stop")))])
+    torch.distributed.broadcast(stops, 0)
+    return bool(stops)
+
+
+def training(rank: int, architecture: str, directory: str) -> int:
+    """Train with FSDP2, save at `STEP`, say the logits, and go on until the test says so; return the steps."""
+    model, optimizer = sharded(architecture)
+    talk, step, is_told = rank_processes.talk(), 0, False
     with asyncckpt.AsyncCheckpointer() as checkpointer:
-        while not stops:
+        while not is_told:
             step += 1
-            model(**tiny_models.inputs(architecture, seed=step * 2 + rank)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, architecture, seed=step * 2 + rank)
             if step == STEP:
                 said = tiny_models.logits(model, architecture)
                 state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}
                 checkpointer.save(state, os.path.join(directory, "step"), step=step).written.result(TIMEOUT_S)
                 talk.say(said)
             elif step > STEP:
-                Path(directory, f"steps-{rank}").write_text(str(step))
-                stops = torch.tensor([float(rank == 0 and os.path.exists(os.path.join(directory, "stop")))])
-                dist.broadcast(stops, 0)
+                is_told = is_told_to_stop(rank, directory, step)
         talk.say(tiny_models.logits(model, architecture))
         if architecture == "mixtral":
             asyncckpt.export_hf(model, os.path.join(directory, "live"))
@@ -63,18 +77,8 @@ def training(rank: int, architecture: str, directory: str) -> int:
 
 def managed(rank: int, architecture: str, directory: str) -> int:
     """Train with FSDP2 and a manager that exports; say the logits of the step that it exports; go on until told."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    model = tiny_models.model(architecture)
-    mesh = init_device_mesh("cpu", (2,))
-    for block in tiny_models.blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    talk, stops = rank_processes.talk(), torch.zeros(1)
+    model, optimizer = sharded(architecture)
+    talk, is_told = rank_processes.talk(), False
     state = {"model": model, "optim": optimizer, "step": 0}
     with asyncckpt.CheckpointManager(
         os.path.join(directory, "runs"),
@@ -83,19 +87,15 @@ def managed(rank: int, architecture: str, directory: str) -> int:
         export_every=STEP,
         export_options={"tokenizer": tokenizer()},
     ) as manager:
-        while not stops:
+        while not is_told:
             step = state["step"] = int(state["step"]) + 1
-            model(**tiny_models.inputs(architecture, seed=step * 2 + rank)).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, architecture, seed=step * 2 + rank)
             if step == STEP:
                 talk.say(tiny_models.logits(model, architecture))
             if manager.should_save(step) and step <= STEP + 2:
                 manager.save(step, state)
             if step > STEP:
-                Path(directory, f"steps-{rank}").write_text(str(step))
-                stops = torch.tensor([float(rank == 0 and os.path.exists(os.path.join(directory, "stop")))])
-                dist.broadcast(stops, 0)
+                is_told = is_told_to_stop(rank, directory, step)
         assert manager.wait_exports(TIMEOUT_S)
     return int(state["step"])
 
