@@ -4,6 +4,7 @@ damage, never silence.
 
 from __future__ import annotations
 
+import pathlib
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from real_worker import running
 
 import asyncckpt
 from asyncckpt.errors import (
@@ -49,15 +51,15 @@ import sys, torch, asyncckpt
 from asyncckpt.storage.cloud import retries
 
 retries.RETRY_FOR_S = 5.0
-what, path = sys.argv[1:]
-state = {"w": torch.arange(4_000_000.0), "n": 3}
+what, path, *n = sys.argv[1:]
+state = {"w": torch.arange(4_000_000.0), "n": int(n[0]) if n else 3}
 try:
     if what == "save":
         with asyncckpt.SyncCheckpointer() as checkpointer:
             checkpointer.save(state, path, step=1)
     else:
         found = asyncckpt.load(path, source="disk")
-        assert torch.equal(found["w"], state["w"]) and found["n"] == 3, "damaged"
+        assert torch.equal(found["w"], state["w"]) and found["n"] == state["n"], "damaged"
 except Exception as error:
     print(type(error).__name__, error)
     sys.exit(3)
@@ -83,13 +85,13 @@ def path(request: pytest.FixtureRequest, server: Server, proxy: FaultyProxy) -> 
     return f"{server.root}/{abs(hash(request.node.name)):x}/step-1"
 
 
-def start(what: str, path: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, what, path]
+def start(what: str, path: str, *n: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, what, path, *n]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(what: str, path: str) -> tuple[int, str]:
-    with start(what, path) as process:
+def run(what: str, path: str, *n: str) -> tuple[int, str]:
+    with start(what, path, *n) as process:
         said, errors = process.communicate(timeout=DEADLINE_S)
     print(what, process.returncode, said, errors)
     return process.returncode, said
@@ -111,6 +113,31 @@ def test_each_request_that_fails_once_is_repeated(path: str, proxy: FaultyProxy,
     assert run("save", path) == (0, "")
     tried.clear()
     assert run("load", path) == (0, "")
+
+
+@pytest.mark.parametrize("where", ["path", "mirror"])
+@pytest.mark.parametrize("fault", [BUSY, RESET, LOST, SLOW])
+def test_a_worker_repeats_each_request_that_fails_once(
+    path: str, proxy: FaultyProxy, endpoint: str, tmp_path: pathlib.Path, fault: str, where: str
+) -> None:
+    tried = Counter[tuple[str, str]]()
+
+    def once(method: str, name: str) -> str:
+        tried[method, name] += 1
+        return fault if tried[method, name] == 1 else ""
+
+    proxy.fault = once
+    with running(endpoint, "--drain-timeout-s=1"), asyncckpt.AsyncCheckpointer(endpoint=endpoint) as checkpointer:
+        if where == "path":
+            checkpointer.save(STATE, path, step=1).written.result(DEADLINE_S)
+        else:
+            handle = checkpointer.save(STATE, tmp_path / "c", step=1, mirror=path)
+            assert handle.mirrored is not None
+            handle.mirrored.result(DEADLINE_S)
+    assert tried
+    proxy.fault = lambda method, name: ""
+    found = asyncckpt.load(path, source="disk", storage_options=NO_CONNECTION_STAYS)
+    assert torch.equal(found["w"], STATE["w"]) and found["n"] == 3
 
 
 def test_answers_that_are_cut_short_do_no_damage(path: str, proxy: FaultyProxy) -> None:
@@ -233,18 +260,19 @@ def test_a_store_that_says_nothing_is_an_error_in_time(path: str, proxy: FaultyP
     assert time.monotonic() - began < DEADLINE_S / 5
 
 
-def test_a_store_that_stays_away_is_an_error_in_time(path: str, proxy: FaultyProxy) -> None:
-    proxy.fault = lambda method, name: BUSY
+@pytest.mark.parametrize(("fault", "word"), [(BUSY, "SlowDown"), (RESET, "error sending request")])
+def test_a_store_that_stays_away_is_an_error_in_time(path: str, proxy: FaultyProxy, fault: str, word: str) -> None:
+    proxy.fault = lambda method, name: fault
     code, said = run("save", path)
-    assert code == 3 and "SlowDown" in said
+    assert code == 3 and word in said
 
 
 @pytest.mark.parametrize("server", object_servers.SCHEMES, indirect=True)
 def test_of_two_that_commit_one_wins_and_the_other_is_told(path: str, proxy: FaultyProxy) -> None:
     for n in range(2):
-        both = [start("save", f"{path}-{n}") for _ in range(2)]
+        both = [start("save", f"{path}-{n}", str(value)) for value in range(2)]
         ends = [(process.communicate(timeout=DEADLINE_S)[0], process.returncode) for process in both]
-        assert sorted(code for _, code in ends) in ([0, 3], [0, 0]), ends
-        losers = [said for said, code in ends if code]
-        assert all("CheckpointExistsError" in said for said in losers)
-        assert run("load", f"{path}-{n}") == (0, "")
+        assert sorted(code for _, code in ends) == [0, 3], ends
+        winner = next(value for value, (_, code) in enumerate(ends) if code == 0)
+        assert "CheckpointExistsError" in ends[1 - winner][0]
+        assert run("load", f"{path}-{n}", str(winner)) == (0, "")

@@ -100,7 +100,7 @@ def samples(parts: Any) -> Counter[int]:
     return Counter(sample for found in parts for batch in found for sample in batch)
 
 
-@pytest.mark.parametrize(("before", "after", "workers"), [(4, 2, 0), (2, 3, 2)])
+@pytest.mark.parametrize(("before", "after", "workers"), [(4, 2, 0), (2, 4, 0), (2, 3, 2)])
 def test_ranks_before_and_after_see_every_sample_of_the_epoch_once(
     before: int, after: int, workers: int, worker: real_worker.RealWorker, tmp_path: pathlib.Path
 ) -> None:

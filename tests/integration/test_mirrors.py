@@ -393,3 +393,21 @@ def test_a_mirror_that_takes_nothing_costs_no_save_and_no_time(
         print(seconds)
         assert seconds["mirror"][0] < 2.0 + DEADLINE_S / 4, "the first save asks it for its runs, for two seconds"
         assert statistics.median(seconds["mirror"][1:]) < statistics.median(seconds["none"][1:]) + 0.25
+
+
+@mounts.needs_root
+def test_without_room_the_oldest_goes_though_it_is_not_in_the_mirror(
+    worker: RealWorker, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = tmp_path / "mirror"
+    mirror.write_text("away")
+    with mounts.tmpfs(tmp_path / "small", "size=20m") as place:
+        options: dict[str, Any] = {"max_to_keep": 1, "mirror": mirror, "endpoint": worker.endpoint}
+        with CheckpointManager(place / "runs", **options) as manager:
+            for step in range(8):  # of 4 MB each
+                handle = manager.save(step, STATE)
+                assert handle is not None
+                handle.written.result(DEADLINE_S)
+            wait_until(lambda: len(manager.all_steps()) <= 3, "there is room for two more")
+            assert manager.latest_step() == 7
+    assert "is removed before it is in its mirror: there is no room for two more checkpoints" in caplog.text

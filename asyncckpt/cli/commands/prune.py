@@ -1,10 +1,10 @@
 """List the committed checkpoints in a directory that exceed --keep, oldest first. With --delete, remove them.
 
 These are always kept: the newest checkpoint (in the order of saves, not of steps), the best by --best, pinned ones,
-those whose step is a multiple of --keep-period, and those that the worker is writing. If the newest one is incomplete,
-all are kept. After a rollback to an earlier step, checkpoints of the abandoned branch are removed first. A training
-with a CheckpointManager removes checkpoints itself: use the same policy in both, or run this while no training saves to
-the directory.
+those whose step is a multiple of --keep-period, those that are not in their mirror yet, and those that the worker is
+writing. If the newest one is incomplete, all are kept. After a rollback to an earlier step, checkpoints of the
+abandoned branch are removed first. A training with a CheckpointManager removes checkpoints itself: use the same policy
+in both, or run this while no training saves to the directory.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ class ObjectShardWriter(ShardWriter):
     def abandon(self) -> None:
         """Implement `ShardWriter.abandon`: the object does not appear.
 
-        obstore's writers cannot abort an upload: lifecycle rules of the bucket remove its parts.
+        obstore's writers cannot abort an upload: its parts stay until `asyncckpt gc`, or a rule of the bucket, removes
+        them.
         """
         self._upload = None
         self._uncount()
