@@ -1,6 +1,6 @@
 """`make mutants`: known bugs put in on purpose, one at a time, and which tests catch them.
 
-    python -m tests.mutants.run [NAME ...] [--all] [--check] [--write FILE] [--diff]
+    python -m tests.mutants.run [NAME ...] [--all] [--jobs N] [--check] [--write FILE] [--diff]
 
 A patch in this directory is a header, an empty line, and a diff without line numbers:
 
@@ -25,11 +25,13 @@ in `make test` that all apply and that the tests exist.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import difflib
 import os
 import pathlib
 import platform
+import queue
 import re
 import shutil
 import signal
@@ -259,27 +261,44 @@ def _rows(found: Mapping[str, tuple[Mutant, list[str], float]]) -> Iterator[str]
         yield f"| {name} | {mutant.what} | {mutant.promise} | {shown or '**nothing**'} | {seconds:.0f} |"
 
 
-def tried(copy: Copy, mutants: list[Mutant], *, everything: bool) -> dict[str, tuple[Mutant, list[str], float]]:
+def tried(copies: list[Copy], mutants: list[Mutant], *, everything: bool) -> dict[str, tuple[Mutant, list[str], float]]:
     """Return, by name, every mutant with the tests that caught it and the seconds that it took.
+
+    Args:
+        copies: Copies of the working tree; as many mutants are tried at a time.
+        mutants: The mutants.
+        everything: Whether to run all unit tests where the named ones notice nothing.
 
     Raises:
         RunError: A named test fails without any mutant; or, once all have been tried, pytest ended with an error of its
             own for some.
     """
-    failed, seconds, said = copy.run(tuple(dict.fromkeys(test for m in mutants for test in m.tests)))
+    failed, seconds, said = copies[0].run(tuple(dict.fromkeys(test for m in mutants for test in m.tests)))
     if failed:
         raise RunError("\n".join((said, "these tests fail without any mutant:", *failed)))
     print(f"without a mutant every test passes ({seconds:.0f} s)", flush=True)
-    found, nothing_shown = {}, list[str]()
-    for mutant in mutants:
+    found, nothing_shown, free = {}, list[str](), queue.SimpleQueue[Copy]()
+    for copy in copies:
+        free.put(copy)
+
+    def caught(mutant: Mutant) -> tuple[list[str], float] | RunError:
+        copy = free.get()
         try:
-            failed, seconds = copy.caught(mutant, everything=everything)
+            return copy.caught(mutant, everything=everything)
         except RunError as error:
-            nothing_shown.append(f"{mutant.name}: {error}")
-            print(f"NOTHING SHOWN {mutant.name}", flush=True)
-            continue
-        found[mutant.name] = mutant, failed, seconds
-        print(f"{'caught  ' if failed else 'SURVIVES'} {mutant.name} ({seconds:.0f} s)", flush=True)
+            return error
+        finally:
+            free.put(copy)
+
+    with concurrent.futures.ThreadPoolExecutor(len(copies)) as pool:
+        for mutant, end in zip(mutants, pool.map(caught, mutants), strict=True):
+            if isinstance(end, RunError):
+                nothing_shown.append(f"{mutant.name}: {end}")
+                print(f"NOTHING SHOWN {mutant.name}", flush=True)
+                continue
+            failed, seconds = end
+            found[mutant.name] = mutant, failed, seconds
+            print(f"{'caught  ' if failed else 'SURVIVES'} {mutant.name} ({seconds:.0f} s)", flush=True)
     if nothing_shown:
         raise RunError("\n".join(nothing_shown))
     return found
@@ -289,6 +308,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of patches, without .patch; none runs all")
     parser.add_argument("--all", action="store_true", help="run tests/unit where the named tests notice nothing")
+    parser.add_argument("--jobs", type=int, default=2, help="how many to try at a time (default: 2)")
     parser.add_argument("--check", action="store_true", help="only look whether the patches apply")
     parser.add_argument("--diff", action="store_true", help="print the patches as git takes them")
     parser.add_argument("--write", type=pathlib.Path, help="where the table goes; all patches go to RESULTS.md")
@@ -308,7 +328,8 @@ def main() -> int:
         return 1 if broken else 0
     with tempfile.TemporaryDirectory(prefix="mutants-of-") as directory:
         try:
-            found = tried(Copy(directory), mutants, everything=args.all)
+            copies = [Copy(f"{directory}/{number}") for number in range(args.jobs)]
+            found = tried(copies, mutants, everything=args.all)
         except RunError as error:
             print(error)
             return 1

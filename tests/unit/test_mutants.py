@@ -104,14 +104,14 @@ def _mutant(name: str, *tests: str) -> Mutant:
 def test_all_named_tests_run_once_without_a_mutant_before_any() -> None:
     mutants = [_mutant("one", "a::x", "a::y"), _mutant("two", "a::x")]
     copy = FakeCopy([], {"one": ["a::x"], "two": []})
-    found = run.tried(copy, mutants, everything=False)
+    found = run.tried([copy], mutants, everything=False)
     assert copy.ran == [("a::x", "a::y")]
     assert {name: failed for name, (_, failed, _) in found.items()} == {"one": ["a::x"], "two": []}
 
 
 def test_a_named_test_that_fails_without_a_mutant_fails_the_run_and_is_named() -> None:
     with pytest.raises(RunError, match="without any mutant:\na::y"):
-        run.tried(FakeCopy(["a::y"], {}), [_mutant("one", "a::x", "a::y")], everything=False)
+        run.tried([FakeCopy(["a::y"], {})], [_mutant("one", "a::x", "a::y")], everything=False)
 
 
 def test_a_mutant_whose_run_shows_nothing_is_named_when_the_others_have_been_tried(
@@ -119,7 +119,7 @@ def test_a_mutant_whose_run_shows_nothing_is_named_when_the_others_have_been_tri
 ) -> None:
     copy = FakeCopy([], {"one": RunError("pytest ended with 4"), "two": ["a::x"]})
     with pytest.raises(RunError, match="one: pytest ended with 4"):
-        run.tried(copy, [_mutant("one", "a::x"), _mutant("two", "a::x")], everything=False)
+        run.tried([copy], [_mutant("one", "a::x"), _mutant("two", "a::x")], everything=False)
     assert "caught   two" in capsys.readouterr().out
 
 
