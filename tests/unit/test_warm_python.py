@@ -30,7 +30,7 @@ found = {
     "encoding": sys.stdout.encoding, "buffered": sys.stdout.line_buffering, "stdin": sys.stdin.read(),
     "threads": len(os.listdir("/proc/self/task")), "flags": str(sys.flags), "warnings": str(sys.warnoptions),
 }
-print(json.dumps(found, sort_keys=True))
+print(json.dumps(found, sort_keys=True), flush=True)  # before it may be killed
 print("to stderr", file=sys.stderr)
 if sys.argv[1] == "raise":
     raise ValueError("on purpose")
