@@ -152,7 +152,11 @@ def encode_value(value: Any, extend: Extend | None = None, depth: int = 0) -> An
     if value is None or kind is bool:
         return value
     if kind is str:
-        return value if _is_text(value) else {"$": "str", "v": value.encode("utf-8", "surrogatepass").hex()}
+        return (
+            value
+            if value.isascii() or _is_text(value)
+            else {"$": "str", "v": value.encode("utf-8", "surrogatepass").hex()}
+        )
     if kind is int:
         return value if -MAX_EXACT_INT <= value <= MAX_EXACT_INT else {"$": "int", "v": hex(value)}
     if kind is float:

@@ -34,13 +34,14 @@ from asyncckpt.interop.source_reader import SourceReader
 from asyncckpt.interop.sources.detect import KINDS, read_any
 from asyncckpt.interop.verify_target import verify_bytes, verify_structure
 from asyncckpt.interop.write_asyncckpt import asyncckpt_target, check_asyncckpt
+from asyncckpt.interop.write_object_store import write_to_object_store
 from asyncckpt.interop.write_safetensors import check_safetensors, hf_target, safetensors_target
 from asyncckpt.interop.write_torch import check_dcp, check_torch, dcp_target, torch_target
 from asyncckpt.loading.fetch import thread_count
 from asyncckpt.loading.key_selection import key_list
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.contents import Contents
-from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, fsync_directory, save_failure
+from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, conversion_failure, fsync_directory
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.storage.read_plan import with_verifiers
@@ -108,7 +109,9 @@ def convert(
             safetensors file, or a directory of safetensors files.
         dst: The target: a directory for `asyncckpt`, `dcp` and `hf`, else a file. Its parent directory must exist. A
             file may be inside the source's directory. A directory for `asyncckpt` or `dcp` may contain the source if it
-            holds no checkpoint; then the files of the target are added to it and nothing is replaced.
+            holds no checkpoint; then the files of the target are added to it and nothing is replaced. For `asyncckpt`
+            also a URL of an object store: the target is written to the directory for temporary files (`TMPDIR`), which
+            needs room for all of it, and copied from there.
         to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
         keys: FQNs and prefixes in the source; only these leaves are converted. None converts everything.
         key_map: From the source's FQNs to the target's: a dict (names that it lacks stay) or a callable.
@@ -126,10 +129,9 @@ def convert(
             compute checksums meanwhile. None takes 4.
         read_back: Read every byte of the target from the disk and compare it with what was written. False: names,
             types, shapes, file offsets and values of leaves are compared, but not the elements of tensors.
-        progress: Called with (bytes done, bytes in total); bytes that are written and bytes that are read back both
-            count.
-        storage_options: Options of the object store that `src` leads to, by obstore's names; their values are never
-            shown. None: those of the environment.
+        progress: Called with (bytes done, bytes in total); bytes that are written, read back and copied all count.
+        storage_options: Options of the object stores that `src` and `dst` lead to, by obstore's names; their values are
+            never shown. None: those of the environment.
 
     Returns:
         Numbers of leaves and bytes, and what the target holds in another form.
@@ -149,38 +151,43 @@ def convert(
         DuplicateNameError: Two leaves have the same name, or would have it in the target.
         SaveFailedError: There is not enough space, or the file system failed; nothing of the target is left. Code
             EAGAIN: an asyncckpt save may be running at `dst`, which would be replaced.
-        ConfigError: An argument is invalid, or `max_shard_bytes` is so small that a rank would have too many files.
-        UnsupportedPathError: `dst` is a URL; or `src` is one whose store cannot be used; or one is no path.
+        CommitUnknownError: The request that commits the target in an object store failed; it may be there.
+        ConfigError: An argument is invalid, or `overwrite` is True for a URL, or `max_shard_bytes` is so small that a
+            rank would have too many files.
+        UnsupportedPathError: `dst` is a URL, and `to` is not `asyncckpt`; or a URL's store cannot be used; or one is no
+            path.
         OSError: The source cannot be read.
 
     Blocks: until everything is read and written; with `overwrite` also, for at most 30 seconds, while an asyncckpt save
         commits at `dst`.
     """
     source = checkpoint_path(src)
-    if is_url(str(dst)):
+    check_arguments(to, max_shard_bytes)
+    if is_url(str(dst)) and to != "asyncckpt":
         scheme = str(dst).partition("://")[0]  # IMPORTANT: not the rest, which may hold a password
         raise UnsupportedPathError(
-            f"convert: dst is a {scheme}:// URL, and conversions write files: convert to a directory, and copy that "
-            "with the store's own tools",
+            f"convert: dst is a {scheme}:// URL, to which only to='asyncckpt' can write: convert to a directory, and "
+            "copy that with the store's own tools",
             path=f"{scheme}://",
         )
-    target = absolute_path(dst)
-    check_arguments(to, max_shard_bytes)
-    if not is_url(source):
+    target = checkpoint_path(dst) if is_url(str(dst)) else absolute_path(dst)
+    if not is_url(source) and not is_url(target):
         check_not_nested(target, source, to)
     if keys is not None and not isinstance(keys, Iterable):
         raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
     found, dtype_name = checked_rules(rules) if rules else [], cast_dtype(dtype)
-    with with_storage_options(storage_options):
+
+    def write(path: str, save_id: SaveId | None, progress: Progress | None) -> ConversionReport:
         conversion = Conversion(
             source,
-            target,
+            path,
             to,
             files_at(source),
             overwrite=overwrite,
             threads=thread_count(threads),
             read_back=read_back,
             progress=progress,
+            save_id=save_id,
         )
         return conversion.run(
             key_list(keys),
@@ -189,6 +196,11 @@ def convert(
             partial,
             prepare=lambda outline: reshaped(outline, found, dtype_name),
         )
+
+    with with_storage_options(storage_options):
+        if is_url(target):
+            return write_to_object_store(target, write, overwrite=overwrite, read_back=read_back, progress=progress)
+        return write(target, None, progress)
 
 
 def check_arguments(to: str, max_shard_bytes: int | None) -> None:
@@ -255,6 +267,7 @@ class Conversion:
         to: Its kind.
         source_files: The `Files` with which the source is read.
         overwrite, threads, read_back, progress: As of `convert`.
+        save_id: ID of the save that a target `asyncckpt` is of; None: one that is newer than what is beside the path.
     """
 
     def __init__(
@@ -268,7 +281,9 @@ class Conversion:
         threads: int,
         read_back: bool,
         progress: Progress | None,
+        save_id: SaveId | None = None,
     ) -> None:
+        self._save_id = save_id
         self.source, self.path, self._folder = source, path, source
         self._to, self._overwrite, self._threads, self._read_back = to, overwrite, threads, read_back
         self._progress = progress
@@ -336,7 +351,7 @@ class Conversion:
             except AsyncCkptError:
                 raise
             except OSError as error:
-                raise save_failure(error, save_id=None, rank=None, step=None, path=self.path) from error
+                raise conversion_failure(error, self.path) from error
         if self._progress is not None:
             self._progress(self._total, self._total)
         kinds = [node[0] for _, node in outline.leaves()]
@@ -355,8 +370,10 @@ class Conversion:
 
     def _target(self, outline: Outline, max_shard_bytes: int | None) -> Target:
         if self._to == "asyncckpt":
-            epoch = next_epoch_beside(self.path, LocalStore(self._files))
-            save_id = SaveId(epoch, 0, secrets.token_hex(6))
+            save_id = self._save_id
+            if save_id is None:
+                epoch = next_epoch_beside(self.path, LocalStore(self._files))
+                save_id = SaveId(epoch, 0, secrets.token_hex(6))
             return asyncckpt_target(outline, save_id, self._files, self._umask, max_shard_bytes)
         if self._to == "safetensors":
             return safetensors_target(outline)

@@ -49,7 +49,7 @@ from asyncckpt.maintenance.gc import CONVERSION, TemporaryKind
 from asyncckpt.storage.checkpoint_dir import is_pinned, manifest_or_error
 from asyncckpt.storage.commit import LOCK_TIMEOUT_S
 from asyncckpt.storage.contents import Contents
-from asyncckpt.storage.files import MODE_FILE, Files, fsync_directory, put_new_name, save_failure
+from asyncckpt.storage.files import MODE_FILE, Files, conversion_failure, fsync_directory, put_new_name
 from asyncckpt.storage.local import LocalStore
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -126,7 +126,7 @@ def check_exchange(path: str, files: Files) -> None:
             files.mkdir(other)
             is_possible = exchange(one, other)
         except OSError as error:
-            raise save_failure(error, save_id=None, rank=None, step=None, path=path) from error
+            raise conversion_failure(error, path) from error
     if not is_possible:
         raise _cannot_replace(path)
 

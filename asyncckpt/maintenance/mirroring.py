@@ -3,7 +3,7 @@
 The copy has the same files under the same names, and its manifest is put last: until then nothing is committed there.
 A copy that was cut off goes on where it stopped: a file that has its name in the mirror is complete and is not sent
 again. Each shard is compared with the checksums of its index while it is copied, so that a damaged local file is never
-committed in the mirror.
+committed in the mirror. `convert` copies to object stores in the same way.
 
 When the copy is committed, a *mirror record* (format/SPEC.md section 1) is written beside the local manifest. A
 checkpoint whose manifest names a mirror, and which has no record, is still to be copied.
@@ -160,6 +160,8 @@ def copy_to_mirror(
 ) -> MirrorReport:
     """Copy a committed checkpoint to its mirror, commit it there, and write the mirror record. May be repeated.
 
+    One whose manifest names no mirror is copied without a record.
+
     An older checkpoint in the mirror is replaced if it was copied to the same place from an earlier save.
 
     Args:
@@ -220,9 +222,10 @@ def copy_to_mirror(
     copy.remove_temporary()
     remove_leftovers(mirror, save_id, store=target)
     seconds = time.monotonic() - began
-    # In the mirror too: somebody may see it under another path than the manifest names.
-    _record(mirror, save_id, mirror, target, durable=manifest.fsync)
-    _record(path, save_id, mirror, source, durable=manifest.fsync)
+    if manifest.mirror is not None:
+        # In the mirror too: somebody may see it under another path than the manifest names.
+        _record(mirror, save_id, mirror, target, durable=manifest.fsync)
+        _record(path, save_id, mirror, source, durable=manifest.fsync)
     return MirrorReport(nbytes=manifest.nbytes, copied_nbytes=copy.sent_nbytes, seconds=seconds)
 
 

@@ -360,8 +360,6 @@ COPY_UNKNOWN = "copy_unknown"
 
 IMPORTANT: nothing may be written under the names of such a save any more: the copy would replace it."""
 
-_DEFAULT_ADVICE = "earlier checkpoints are unchanged, and the next save tries again"
-
 
 def step_and_rank(step: int | None, rank: int | None) -> str:
     """Return the text for messages that names step and rank; `step`: None if only rank 0 knows it."""
@@ -392,12 +390,11 @@ def save_failure(
         save_id, rank, step: ID, rank and step of the save; None: the call was made before a save began.
         path: The checkpoint's directory.
     """
-    code = errno.errorcode.get(error.errno or 0, "EIO")
-    detail = str(error) or type(error).__name__
-    advice = {**ADVICE, **OBJECT_ADVICE} if is_object_url(path) else ADVICE
+    code, detail, advice = _facts_of(error, path)
     what = f"save {save_id} ({step_and_rank(step, rank)}) to {path}" if save_id else f"the scan beside {path}"
+    advice = advice or "earlier checkpoints are unchanged, and the next save tries again"
     return SaveFailedError(
-        f"{what} failed: {detail}; nothing was published; {advice.get(code, _DEFAULT_ADVICE)}",
+        f"{what} failed: {detail}; nothing was published; {advice}",
         code=code,
         rank=rank,
         path=path,
@@ -405,3 +402,17 @@ def save_failure(
         save_id=save_id,
         step=step,
     )
+
+
+def conversion_failure(error: OSError, path: str) -> SaveFailedError:
+    """Return the `SaveFailedError` for an error while a conversion or an export was written to `path`."""
+    code, detail, advice = _facts_of(error, path)
+    text = f"{path} was not written: {detail}; nothing of it is left" + (f"; {advice}" if advice else "")
+    return SaveFailedError(text, code=code, path=path, detail=detail)
+
+
+def _facts_of(error: OSError, path: str) -> tuple[str, str, str]:
+    """Return the name of the errno, the text of the error, and what to do about it: "" if nothing special."""
+    code = errno.errorcode.get(error.errno or 0, "EIO")
+    advice = {**ADVICE, **OBJECT_ADVICE} if is_object_url(path) else ADVICE
+    return code, str(error) or type(error).__name__, advice.get(code, "")

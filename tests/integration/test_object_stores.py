@@ -164,6 +164,39 @@ checkpointer.save({"w": torch.arange(8_000_000.0)}, f"{root}/step-2", step=2).st
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+MEMORY_NBYTES, MOST_NBYTES = 192 << 20, 64 << 20
+"""Of a checkpoint, and of what the worker may need for it besides the slot."""
+
+LARGE_TRAINER = """
+import pathlib, re, sys, threading, torch, asyncckpt
+
+root, disk, pid, nbytes = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+
+def own_nbytes():
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"^RssAnon:\\s+(\\d+) kB", status, re.MULTILINE)[1]) << 10
+
+ended, before, most = threading.Event(), own_nbytes(), [0]
+
+def watch():
+    while not ended.wait(0.005):
+        most[0] = max(most[0], own_nbytes())
+
+watching = threading.Thread(target=watch)
+watching.start()
+try:
+    with asyncckpt.AsyncCheckpointer() as checkpointer:
+        small = [torch.full((1 << 16,), float(n)) for n in range(nbytes >> 19)]
+        state = {"large": torch.arange(nbytes // 16), "small": small}
+        checkpointer.save(state, f"{root}/large", step=1).written.result(60)
+        checkpointer.save(state, f"{disk}/large", step=2, mirror=f"{root}/copied").mirrored.result(60)
+finally:
+    ended.set()
+    watching.join()
+print("grown by", most[0] - before)
+assert 0 < most[0] - before <= int(sys.argv[5]), most[0] - before
+"""
+
 DCP_LOADER = """
 import sys, torch, asyncckpt, asyncckpt.dcp
 import torch.distributed.checkpoint as dcp
@@ -301,6 +334,21 @@ def test_a_checkpoint_in_a_bucket_is_converted(server: Server, root: str, tmp_pa
     assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
 
 
+def test_files_of_others_are_converted_into_a_bucket(server: Server, root: str, tmp_path: pathlib.Path) -> None:
+    state = {"w": torch.randn(1500, 1000), "e": torch.randn(2, 3), "n": {"lr": 0.1}}
+    torch.save(state, tmp_path / "state.pt")
+    options = [word for name, value in server.options().items() for word in ("--storage-option", f"{name}={value}")]
+    arguments = "-m", "asyncckpt", "convert", str(tmp_path / "state.pt"), f"{root}/made", "--to", "asyncckpt"
+    assert run(*arguments, *options).returncode == 0
+    found = asyncckpt.load(f"{root}/made", source="disk")
+    assert torch.equal(found["w"], state["w"]) and torch.equal(found["e"], state["e"]) and found["n"] == {"lr": 0.1}
+    assert run("-m", "asyncckpt", "verify", f"{root}/made").returncode == 0
+    again = run(*arguments)
+    assert again.returncode == 1 and "already holds" in again.stderr
+    assert run("-m", "asyncckpt", "convert", f"{root}/made", f"{root}/copy", "--to", "asyncckpt").returncode == 0
+    assert torch.equal(asyncckpt.load(f"{root}/copy", source="disk")["w"], state["w"])
+
+
 def test_ranks_one_and_three_restore_what_two_have_saved(root: str, worker: RealWorker) -> None:
     environ = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     rank_processes.run(2, save_on_a_rank, f"{root}/ranks", environ=environ, timeout_s=DEADLINE_S)
@@ -337,6 +385,13 @@ def test_ranks_of_two_workers_with_no_directory_in_common_save_to_one_bucket(roo
     assert os.listdir(homes[0]) == os.listdir(homes[1]) == []
     rank_processes.run(3, restore_on_a_rank, f"{root}/nodes", 3, environ=environ, timeout_s=DEADLINE_S)
     assert run("-m", "asyncckpt", "verify", f"{root}/nodes/step-3").returncode == 0
+
+
+def test_uploads_and_copies_need_little_memory_beside_the_slot(
+    root: str, worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    arguments = root, str(tmp_path), str(worker.pid), str(MEMORY_NBYTES), str(MOST_NBYTES)
+    assert run("-c", LARGE_TRAINER, *arguments).returncode == 0
 
 
 def seen_of(worker: RealWorker) -> bytes:

@@ -1,6 +1,6 @@
 """Convert a checkpoint between asyncckpt, PyTorch DCP, torch.save, safetensors and Hugging Face files. Afterwards the
 target is read back and compared with the source. With --config, the target is a directory that from_pretrained opens.
-SRC may be a URL.
+SRC may be a URL; DST too, with --to asyncckpt.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from asyncckpt.interop.publish import check_not_nested, check_place, remove, tem
 from asyncckpt.interop.selection import KeyMap, Outline, pruned, renamer
 from asyncckpt.loading.fetch import thread_count
 from asyncckpt.loading.key_selection import key_list
-from asyncckpt.storage.files import Files, save_failure
+from asyncckpt.storage.files import Files, conversion_failure
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.sync_checkpointer import SyncCheckpointer
 
@@ -329,7 +329,7 @@ class _Export:
                 else:
                     take_companions(config_files, self.config, self.generation_config, self.tokenizer, model)
             except OSError as error:
-                raise save_failure(error, save_id=None, rank=None, step=None, path=self.path) from error
+                raise conversion_failure(error, self.path) from error
             rules = self.rules
             if rules is None:
                 rules = list(HUB_RULES.get(str(config_files.config.get("model_type")), ()))
