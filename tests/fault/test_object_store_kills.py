@@ -31,16 +31,16 @@ pytestmark = pytest.mark.fault
 object_servers.start_runtime()
 
 ASKED = int(os.environ.get("ASYNCCKPT_TEST_KILLS", "0"))
-KILLS = ASKED // 5 or 6
-"""Of the worker; `make test-fault` asks for 100."""
+KILLS = {"s3": ASKED // 5 or 6, "gs": ASKED // 20 or 2, "az": ASKED // 20 or 2}
+"""Of the worker; `make test-fault` asks for 100 in S3."""
 
-KILLS_OF_TRAINERS = ASKED // 10 or 4
-"""In each place; `make test-fault` asks for 50, half of them of the worker too."""
+KILLS_OF_TRAINERS = {"s3": ASKED // 10 or 4, "gs": ASKED // 40 or 2, "az": ASKED // 40 or 2}
+"""In each place; `make test-fault` asks for 50 in S3, half of them of the worker too."""
 
 SAVES = 4
 """Of one trainer."""
 
-VARIABLES = ("AWS_", "ASYNCCKPT_")
+VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "ASYNCCKPT_")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,10 +49,15 @@ def server() -> None:
     rank_processes.start_server()
 
 
+@pytest.fixture(scope="module", params=object_servers.SCHEMES)
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def root() -> Iterator[str]:
+def root(scheme: str) -> Iterator[str]:
     """Where checkpoints lie in a store that programs find by the environment."""
-    with object_servers.running("s3") as server, object_servers.in_environment(server):
+    with object_servers.running(scheme) as server, object_servers.in_environment(server):
         yield f"{server.root}/runs"
 
 
@@ -91,14 +96,14 @@ def check_state(root: str, step: int) -> None:
     assert all(torch.equal(found[fqn], value) for fqn, value in state_of(step).items()), step
 
 
-def test_kills_at_random_instants_of_uploads_leave_old_or_new(root: str, endpoint: str) -> None:
+def test_kills_at_random_instants_of_uploads_leave_old_or_new(root: str, scheme: str, endpoint: str) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng, listed = random.Random(seed), watcher(root)
     try:
         launcher.start_worker(endpoint)
         with AsyncCheckpointer(endpoint=endpoint, files_per_rank=3) as checkpointer:
-            for number in range(KILLS):
+            for number in range(KILLS[scheme]):
                 handle = checkpointer.save(state_of(number), f"{root}/{number}", step=number)
                 handle.staged.result(DEADLINE_S)
                 time.sleep(rng.random() * 0.4)
@@ -108,7 +113,7 @@ def test_kills_at_random_instants_of_uploads_leave_old_or_new(root: str, endpoin
                 assert set(seen) in (set(range(number)), set(range(number + 1))), f"after kill {number}: {seen}"
                 launcher.start_worker(endpoint)
                 handle.written.result(DEADLINE_S)
-        for number in range(KILLS):
+        for number in range(KILLS[scheme]):
             check_state(root, number)
     finally:
         stop_whoever_serves(endpoint)
@@ -156,7 +161,7 @@ def killed_trainer(endpoint: str, rng: random.Random, kind: str, after: str, *ar
 
 @pytest.mark.parametrize("mirrored", [False, True], ids=["uploads", "copies"])
 def test_kills_of_trainer_and_worker_leave_old_or_new_and_complete_the_mirror(
-    root: str, endpoint: str, tmp_path: pathlib.Path, mirrored: bool
+    root: str, scheme: str, endpoint: str, tmp_path: pathlib.Path, mirrored: bool
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -169,7 +174,7 @@ def test_kills_of_trainer_and_worker_leave_old_or_new_and_complete_the_mirror(
         return {int(p.parent.name) for p in tmp_path.glob("*/manifest.json")} if mirrored else set(listed())
 
     try:
-        for number in range(KILLS_OF_TRAINERS):
+        for number in range(KILLS_OF_TRAINERS[scheme]):
             kind = ("trainer", "both")[number % 2]
             if not is_served(endpoint):
                 launcher.start_worker(endpoint)
@@ -188,7 +193,7 @@ def test_kills_of_trainer_and_worker_leave_old_or_new_and_complete_the_mirror(
         if mirrored:
             stop_whoever_serves(endpoint)
             launcher.start_worker(endpoint, options=(f"--mirror={place}",))
-            timeout_s = DEADLINE_S + 2 * SAVES * KILLS_OF_TRAINERS
+            timeout_s = DEADLINE_S + 2 * SAVES * KILLS_OF_TRAINERS[scheme]
             wait_until(lambda: set(listed()) == here(), f"the mirror is completed, seed {seed}", timeout_s)
         assert set(listed().values()) == {"ok"} and written <= set(listed())
         for step in written:
