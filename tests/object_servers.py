@@ -27,6 +27,7 @@ from tests import gcs_server
 
 BUCKET = "bucket"
 STARTS_WITHIN_S = 60.0
+ENDS_WITHIN_S = 60.0
 
 SCHEMES = ("s3", "gs", "az")
 """Those whose stores `running` starts a server of: moto, `gcs_server`, azurite."""
@@ -177,8 +178,8 @@ def _process(command: Sequence[str], first: urllib.request.Request) -> Iterator[
             _asked(first, server)
             yield
         finally:
-            server.terminate()
-            server.wait(10)
+            server.kill()
+            server.wait(ENDS_WITHIN_S)
 
 
 def _asked(request: urllib.request.Request, server: subprocess.Popen[bytes]) -> None:

@@ -338,15 +338,14 @@ def test_files_of_others_are_converted_into_a_bucket(server: Server, root: str, 
     state = {"w": torch.randn(1500, 1000), "e": torch.randn(2, 3), "n": {"lr": 0.1}}
     torch.save(state, tmp_path / "state.pt")
     options = [word for name, value in server.options().items() for word in ("--storage-option", f"{name}={value}")]
-    arguments = "-m", "asyncckpt", "convert", str(tmp_path / "state.pt"), f"{root}/made", "--to", "asyncckpt"
-    assert run(*arguments, *options).returncode == 0
+    arguments = str(tmp_path / "state.pt"), f"{root}/made", "--to", "asyncckpt", *options
+    assert run("-m", "asyncckpt", "convert", *arguments).returncode == 0
     found = asyncckpt.load(f"{root}/made", source="disk")
     assert torch.equal(found["w"], state["w"]) and torch.equal(found["e"], state["e"]) and found["n"] == {"lr": 0.1}
-    assert run("-m", "asyncckpt", "verify", f"{root}/made").returncode == 0
-    again = run(*arguments)
-    assert again.returncode == 1 and "already holds" in again.stderr
-    assert run("-m", "asyncckpt", "convert", f"{root}/made", f"{root}/copy", "--to", "asyncckpt").returncode == 0
+    asyncckpt.convert(f"{root}/made", f"{root}/copy", to="asyncckpt", storage_options=server.options())
     assert torch.equal(asyncckpt.load(f"{root}/copy", source="disk")["w"], state["w"])
+    with pytest.raises(asyncckpt.errors.CheckpointExistsError):
+        asyncckpt.convert(tmp_path / "state.pt", f"{root}/made", to="asyncckpt")
 
 
 def test_ranks_one_and_three_restore_what_two_have_saved(root: str, worker: RealWorker) -> None:
