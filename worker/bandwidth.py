@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from asyncckpt.storage.files import Files
 
-PIECES_PER_S = 10
+PIECES_PER_SECOND = 10
 """A call writes at most the bytes of 1/10 s, so that the rate holds over any second. Chosen."""
 
 ALIGNMENT = 1 << 20
@@ -55,7 +55,7 @@ class PacedFiles(Files):
     ) -> None:
         super().__init__()
         self._pace = Pace(rate, clock, sleep)
-        self._piece_nbytes = max(ALIGNMENT, rate // PIECES_PER_S // ALIGNMENT * ALIGNMENT)
+        self._piece_nbytes = max(ALIGNMENT, rate // PIECES_PER_SECOND // ALIGNMENT * ALIGNMENT)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
         """Write a piece of `buffer` when the rate allows it, and return its size. Blocks until then."""

@@ -36,8 +36,10 @@ COMMANDS = {
     "doctor": "check this machine and a directory before a run",
     "worker": "start a worker, show its status, drain it or stop it",
 }
-"""Help text by name. The module of a command is `asyncckpt.cli.commands.NAME`."""
+"""Help text by name. The module of a command is `asyncckpt.cli.commands.NAME`, or that in a package of `PACKAGES`."""
 
+PACKAGES = {"gc": "cleanup", "pin": "cleanup", "prune": "cleanup"}
+"""Commands of one subject, whose modules are in a package of their own below `asyncckpt.cli.commands`."""
 
 WITHOUT_JSON = ("demo", "run", "worker")
 """Commands without --json; the actions of `worker` have it."""
@@ -63,9 +65,14 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def module_of(name: str) -> ModuleType:
+def module_name(command: str) -> str:
+    """Return the full name of a command's module."""
+    return ".".join((__name__, "commands", *((PACKAGES[command],) if command in PACKAGES else ()), command))
+
+
+def module_of(command: str) -> ModuleType:
     """Return the module of a command."""
-    return importlib.import_module(f"{__name__}.commands.{name}")
+    return importlib.import_module(module_name(command))
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:

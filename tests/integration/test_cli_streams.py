@@ -96,7 +96,7 @@ def ended(command: str, redirection: str, environ: dict[str, str]) -> tuple[int,
 
 
 def test_every_command_is_in_the_table() -> None:
-    assert {command.split()[0] for command in TABLE} >= set(COMMANDS)
+    assert {command.split()[0] for command in TABLE} >= set(COMMANDS), "add a call of the command to TABLE"
 
 
 @pytest.mark.parametrize("command", TABLE)

@@ -39,7 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -304,7 +304,7 @@ def tried(copies: list[Copy], mutants: list[Mutant], *, everything: bool) -> dic
     return found
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of patches, without .patch; none runs all")
     parser.add_argument("--all", action="store_true", help="run tests/unit where the named tests notice nothing")
@@ -312,7 +312,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only look whether the patches apply")
     parser.add_argument("--diff", action="store_true", help="print the patches as git takes them")
     parser.add_argument("--write", type=pathlib.Path, help="where the table goes; all patches go to RESULTS.md")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     mutants = [m for m in every_mutant() if not args.names or m.name in args.names]
     broken = []
     for mutant in mutants:
@@ -337,6 +337,7 @@ def main() -> int:
     target = args.write or (None if args.names else RESULTS)
     if target is not None:
         today = datetime.date.today().isoformat()
+        target.parent.mkdir(parents=True, exist_ok=True)
         head = f"{len(found) - len(survivors)} of {len(found)} caught, {today}, Python {platform.python_version()}"
         target.write_text("\n".join((f"# Seeded bugs\n\nMade by `make mutants`: {head}.\n", *_rows(found))) + "\n")
     print(f"{len(survivors)} survive: {', '.join(survivors)}" if survivors else f"all {len(found)} are caught")

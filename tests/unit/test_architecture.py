@@ -20,20 +20,26 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base
 EXECUTABLE_FORMATS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 DISTRIBUTED = {
-    "asyncckpt.distributed.process_group",  # the door of saves and loads
-    "asyncckpt.distributed.user_group",  # one that a user of `dcp.load` names
+    "asyncckpt.distributed.process_group",  # for saves and loads
+    "asyncckpt.distributed.user_group",  # the group that a user of `dcp.load` names
     "asyncckpt.dcp.broadcast_reader",  # which rank of it reads
 }
-"""The modules that may ask torch.distributed itself."""
+"""The modules that may call torch.distributed itself."""
 
 MAX_FILES = 16
 """Of a package."""
 
-PLUGS = {"dcp", "integrations"}
-"""Rooms that may import torch.distributed.checkpoint: they plug into it."""
+EXTENDS_DCP = {"dcp", "integrations"}
+"""Packages that may import torch.distributed.checkpoint, whose classes they implement."""
 
 PICKLES = "asyncckpt.state_dict.pickling"
-"""The one module that may, for users who say allow_pickle=True."""
+"""The one module that may unpickle, for users who say allow_pickle=True."""
+
+MAY_USE_PICKLES = {
+    *("asyncckpt.dcp.saved_metadata", "asyncckpt.loading.saved_state"),
+    *("asyncckpt.state_dict.leaf_codecs", "asyncckpt.staging.stager"),
+}
+"""Modules that may import it, since they know whether the user has said so."""
 
 DESCRIBES_DCP = "asyncckpt.interop.write_torch"
 """Writes the `.metadata` of a DCP directory as stock does: by torch's classes and `pickle.dumps`. Reads none."""
@@ -48,7 +54,7 @@ HAS_A_PROCESS_OF_ITS_OWN = {"asyncckpt.interop.diff"}
 """Runs as a command, where nobody has set a default device."""
 
 WORKER_MAY_IMPORT = {"", "errors", "dtypes", "basics", "protocol", "format", "memory", "storage"}
-"""Rooms of asyncckpt; "" is the package itself, for its version."""
+"""Packages of asyncckpt; "" is asyncckpt itself, for its version."""
 
 FOR_THE_WORKER = {"asyncckpt.maintenance.event_log", "asyncckpt.maintenance.mirroring"}
 """Modules of `maintenance` that the worker may import: both sides of a run write to events.jsonl, and the worker copies
@@ -79,23 +85,11 @@ MAY_IMPORT = {
         *("format", "memory", "protocol", "sharding", "state_dict", "planning", "distributed", "client"),
     },
 }
-"""Rooms that may import only these rooms besides themselves; what is not named here is not restricted."""
+"""Packages that may import only these packages besides themselves; one that is not named here is not restricted."""
 
-QUIET_ROOMS = {
-    *("", "errors", "dtypes", "config", "save_handle", "client", "per_rank"),
-    "basics",
-    *(
-        "protocol",
-        "format",
-        "memory",
-        "storage",
-        "maintenance",
-        "interop.sources",
-        "recall",
-        "cli",
-        "doctor",
-        "reporting",
-    ),
+TORCH_FREE = {
+    *("", "errors", "dtypes", "config", "save_handle", "client", "per_rank", "basics", "protocol", "format", "memory"),
+    *("storage", "maintenance", "interop.sources", "recall", "cli", "doctor", "reporting"),
 }
 """They and the whole worker never import torch, nor does what they import. Commands of `cli` may, inside functions."""
 
@@ -104,7 +98,7 @@ PURE = {
     *("asyncckpt.planning.sample_schedule", "asyncckpt.planning.contributions", "asyncckpt.planning.shard_ownership"),
     *("asyncckpt.planning.write_agreement", "asyncckpt.planning.save_plan"),
 }
-"""Modules of rooms that use torch which do without it: what ranks compute alike from the same input."""
+"""Torch-free modules of packages that use torch: what all ranks compute alike from the same input."""
 
 NEEDS_AN_EXTRA = {"asyncckpt_worker.service.prometheus": "prometheus_client"}
 """Modules that what is installed without extras cannot import; all others have to."""
@@ -165,7 +159,7 @@ def imports() -> tuple[Import, ...]:
     return tuple(i for name in modules() for i in _imports_below(name, nodes(name)[0], False, False))
 
 
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     """Return the part of asyncckpt that a module belongs to; "" for the package itself."""
     top, _, rest = module.partition(".")[2].partition(".")
     return "interop.sources" if top == "interop" and rest.partition(".")[0] == "sources" else top
@@ -175,8 +169,8 @@ def _is_ours(name: str) -> bool:
     return name.partition(".")[0] == "asyncckpt"
 
 
-def _listed(found: list[Import]) -> str:
-    return "\n".join(f"{i.importer}:{i.line} imports {i.name}" for i in found)
+def _listed(found: list[Import], what_to_do: str) -> str:
+    return "\n".join([*(f"{i.importer}:{i.line} imports {i.name}" for i in found), what_to_do])
 
 
 def test_the_packages_are_there() -> None:
@@ -185,53 +179,57 @@ def test_the_packages_are_there() -> None:
 
 def test_asyncckpt_never_imports_the_worker() -> None:
     wrong = [i for i in imports() if _is_ours(i.importer) and i.name.partition(".")[0] == "asyncckpt_worker"]
-    assert not wrong, _listed(wrong)
+    text = "the worker imports asyncckpt, not the other way: move what both need to one of"
+    assert not wrong, _listed(wrong, f"{text} {sorted(WORKER_MAY_IMPORT - {''})}")
 
 
 def test_nothing_imports_the_folder_worker() -> None:
     wrong = [i for i in imports() if i.name.partition(".")[0] in ("worker", "examples", "tests", "benchmarks")]
-    assert not wrong, _listed(wrong)
+    assert not wrong, _listed(wrong, f"import by the installed name: {ROOTS}; tests and benchmarks are not installed")
 
 
-def test_worker_imports_only_its_rooms() -> None:
+def test_worker_imports_only_what_it_may() -> None:
     wrong = [
         i
         for i in imports()
         if i.importer.startswith("asyncckpt_worker")
         and _is_ours(i.name)
-        and room(i.name) not in WORKER_MAY_IMPORT
+        and package_of(i.name) not in WORKER_MAY_IMPORT
         and i.name not in FOR_THE_WORKER
     ]
-    assert not wrong, _listed(wrong)
+    text = f"the worker may import {sorted(WORKER_MAY_IMPORT)} and {sorted(FOR_THE_WORKER)}: move what it needs there"
+    assert not wrong, _listed(wrong, text)
 
 
 @pytest.mark.parametrize("importer", MAY_IMPORT)
-def test_room_imports_only_what_it_may(importer: str) -> None:
+def test_package_imports_only_what_it_may(importer: str) -> None:
     wrong = [
         i
         for i in imports()
         if _is_ours(i.importer)
-        and room(i.importer) == importer
+        and package_of(i.importer) == importer
         and _is_ours(i.name)
-        and room(i.name) not in MAY_IMPORT[importer] | {importer}
+        and package_of(i.name) not in MAY_IMPORT[importer] | {importer}
     ]
-    assert not wrong, _listed(wrong)
+    allowed = f"{importer!r} may import {sorted(MAY_IMPORT[importer])}, as docs/architecture.md says"
+    assert not wrong, _listed(wrong, f"{allowed}: move the code, or hand over the value as an argument")
 
 
-def _is_quiet(module: str) -> bool:
-    return not _is_ours(module) or room(module) in QUIET_ROOMS or module in PURE
+def _is_torch_free(module: str) -> bool:
+    return not _is_ours(module) or package_of(module) in TORCH_FREE or module in PURE
 
 
-def test_torch_stays_in_its_rooms() -> None:
+def test_torch_is_not_imported_where_it_is_not_needed() -> None:
     wrong = [
         i
         for i in imports()
         if i.name.partition(".")[0] in ("torch", "numpy")
         and not i.typing
-        and _is_quiet(i.importer)
-        and not (room(i.importer) == "cli" and i.local)
+        and _is_torch_free(i.importer)
+        and not (package_of(i.importer) == "cli" and i.local)
     ]
-    assert not wrong, _listed(wrong)
+    text = "these modules start without torch: import it `if TYPE_CHECKING`, in a command of cli inside the function, "
+    assert not wrong, _listed(wrong, text + "or move the code to a package that is not in TORCH_FREE")
 
 
 def _cycles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -257,7 +255,8 @@ def test_no_module_imports_itself_through_others() -> None:
     for i in imports():
         if not i.typing and i.name in modules() and i.name != i.importer and "asyncckpt" not in (i.name, i.importer):
             edges.setdefault(i.importer, set()).add(i.name)
-    assert not _cycles(edges)
+    cycles = sorted((" -> ".join(cycle) for cycle in _cycles(edges)), key=len)
+    assert not cycles, "move what both need to a module below them"
 
 
 def test_cycles_are_found() -> None:
@@ -271,7 +270,9 @@ def test_imports_inside_functions_are_seen() -> None:
 
 def test_nothing_executable_is_imported_or_evaluated() -> None:
     found = [i for i in imports() if i.name.partition(".")[0] in EXECUTABLE_FORMATS]
-    assert {(i.importer, i.name) for i in found} == {(PICKLES, "pickle"), (DESCRIBES_DCP, "pickle")}, _listed(found)
+    assert {(i.importer, i.name) for i in found} == {(PICKLES, "pickle"), (DESCRIBES_DCP, "pickle")}, _listed(
+        found, f"nothing executable is read from a disk or a wire; only {PICKLES} unpickles"
+    )
     used = [n for n in nodes(DESCRIBES_DCP) if isinstance(n, ast.Attribute)]
     assert {n.attr for n in used if getattr(n.value, "id", "") == "pickle"} == {"dumps"}
     for name in modules():
@@ -282,12 +283,7 @@ def test_nothing_executable_is_imported_or_evaluated() -> None:
 
 def test_only_who_is_told_by_the_user_reaches_the_pickles() -> None:
     users = {i.importer for i in imports() if i.name == PICKLES}
-    assert users == {
-        "asyncckpt.dcp.saved_metadata",
-        "asyncckpt.loading.saved_state",
-        "asyncckpt.state_dict.leaf_codecs",
-        "asyncckpt.staging.stager",
-    }
+    assert users == MAY_USE_PICKLES, f"only they may import {PICKLES}: pass allow_pickle to one of them"
 
 
 def _reaches(code: Iterable[ast.AST], package: str) -> bool:
@@ -297,19 +293,25 @@ def _reaches(code: Iterable[ast.AST], package: str) -> bool:
 
 def test_torch_distributed_is_asked_by_few_modules() -> None:
     whole = [i for i in imports() if (i.name + ".").startswith("torch.distributed.")]
-    whole = [i for i in whole if i.importer.partition(".")[0] == "asyncckpt" and room(i.importer) != "examples"]
-    plugging = [i for i in whole if (i.name + ".").startswith("torch.distributed.checkpoint.")]
-    assert {i.importer for i in whole if i not in plugging} == DISTRIBUTED
-    wrong = [i for i in plugging if room(i.importer) not in PLUGS and not (i.importer == DESCRIBES_DCP and i.local)]
-    assert not wrong, _listed(wrong)
-    reaching = [name for name in modules() if room(name) != "examples" and _reaches(nodes(name), "torch.distributed")]
-    assert not reaching
+    whole = [i for i in whole if i.importer.partition(".")[0] == "asyncckpt" and package_of(i.importer) != "examples"]
+    of_dcp = [i for i in whole if (i.name + ".").startswith("torch.distributed.checkpoint.")]
+    assert {i.importer for i in whole if i not in of_dcp} == DISTRIBUTED, (
+        "only these modules may call torch.distributed: use what asyncckpt/distributed/process_group.py offers"
+    )
+    wrong = [
+        i for i in of_dcp if package_of(i.importer) not in EXTENDS_DCP and not (i.importer == DESCRIBES_DCP and i.local)
+    ]
+    assert not wrong, _listed(wrong, f"only {sorted(EXTENDS_DCP)} may import torch.distributed.checkpoint")
+    reaching = [
+        name for name in modules() if package_of(name) != "examples" and _reaches(nodes(name), "torch.distributed")
+    ]
+    assert not reaching, "use what asyncckpt/distributed/process_group.py offers"
     assert _reaches(ast.walk(ast.parse("torch.distributed.barrier()")), "torch.distributed")
 
 
 def test_modules_say_what_they_are() -> None:
     misnamed = [name for name in modules() if FORBIDDEN_NAMES & {part.lstrip("_") for part in name.split(".")}]
-    assert not misnamed
+    assert not misnamed, f"name a module by its subject, not {sorted(FORBIDDEN_NAMES)}"
     silent = [name for name, path in modules().items() if path.read_text().strip() and not _docstring(nodes(name)[0])]
     assert not silent, "they have no docstring"
 
@@ -320,7 +322,7 @@ def _docstring(module: ast.AST) -> str | None:
 
 
 def test_whether_a_future_has_ended_is_asked_and_not_told_by_the_class_of_an_error() -> None:
-    """A future's own error may be a TimeoutError, and that of Python 3.10's futures is another class: see `handle`."""
+    """A future's own error may be a TimeoutError, and that of Python 3.10's futures is another class."""
     bare = {"TimeoutError", "asyncio.TimeoutError", "concurrent.futures.TimeoutError", "futures.TimeoutError"}
     found = [
         f"{name}:{node.lineno}"
@@ -332,7 +334,7 @@ def test_whether_a_future_has_ended_is_asked_and_not_told_by_the_class_of_an_err
         and isinstance(one, (ast.Name, ast.Attribute))
         and ast.unparse(one) in bare
     ]
-    assert not found
+    assert not found, "call `concurrent.futures.wait`, then `done()`, as asyncckpt/client/session.py does"
 
 
 def test_what_the_c_library_takes_is_declared_in_one_module() -> None:
@@ -342,7 +344,8 @@ def test_what_the_c_library_takes_is_declared_in_one_module() -> None:
         for node in nodes(name)
         if isinstance(node, ast.Attribute) and node.attr == "argtypes"
     ]
-    assert set(declared) == {"asyncckpt.basics.libc", "asyncckpt.memory.mapping"}  # the latter's function keeps the GIL
+    allowed = {"asyncckpt.basics.libc", "asyncckpt.memory.mapping"}  # the latter's function keeps the GIL
+    assert set(declared) == allowed, "declare a function of the C library in asyncckpt/basics/libc.py"
 
 
 def test_no_package_has_more_files_than_can_be_looked_through() -> None:
@@ -358,14 +361,16 @@ def test_no_package_has_more_files_than_can_be_looked_through() -> None:
 def test_listed_packages_are_the_ones_in_the_tree() -> None:
     toml = pytest.importorskip("tomllib")
     listed = toml.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted({n for n, p in modules().items() if p.name == "__init__.py"})
+    assert sorted(listed) == sorted({n for n, p in modules().items() if p.name == "__init__.py"}), (
+        "`packages` below [tool.setuptools] in pyproject.toml, without which a package is not installed"
+    )
 
 
 def test_quick_modules_load_without_torch_and_numpy() -> None:
     missing = {name for name, extra in NEEDS_AN_EXTRA.items() if importlib.util.find_spec(extra) is None}
-    quiet = sorted(n for n in modules() if n.rpartition(".")[2] != "__main__" and _is_quiet(n) and n not in missing)
+    free = sorted(n for n in modules() if n.rpartition(".")[2] != "__main__" and _is_torch_free(n) and n not in missing)
     code = (
-        f"import importlib, sys\nfor name in {quiet!r}:\n    importlib.import_module(name)\n"
+        f"import importlib, sys\nfor name in {free!r}:\n    importlib.import_module(name)\n"
         "    loaded = sorted({'torch', 'numpy'} & set(sys.modules))\n"
         "    assert not loaded, f'{name} loads {loaded}'\n"
     )
@@ -389,4 +394,4 @@ def test_every_tensor_that_is_made_is_made_on_a_named_device() -> None:
         and node.func.attr in FACTORIES
         and "device" not in [keyword.arg for keyword in node.keywords]
     ]
-    assert not wrong, "\n".join(wrong)
+    assert not wrong, "\n".join([*wrong, "pass device=: the default device belongs to the user"])

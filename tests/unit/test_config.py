@@ -222,7 +222,9 @@ def test_every_field_is_described_with_its_default() -> None:
     text = " ".join(CheckpointerConfig.__doc__.split())
     for field in dataclasses.fields(CheckpointerConfig):
         default = repr(field.default).replace("'", '"')
-        assert text.partition(f" {field.name}: ")[2].partition(" Default: ")[2].startswith(f"{default}."), field.name
+        assert text.partition(f" {field.name}: ")[2].partition(" Default: ")[2].startswith(f"{default}."), (
+            f"the docstring must say of {field.name}: `Default: {default}.`"
+        )
 
 
 def test_the_guide_to_saving_lists_every_field() -> None:

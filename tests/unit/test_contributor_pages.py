@@ -41,7 +41,7 @@ def test_every_package_has_a_row_in_the_architecture() -> None:
     [
         "where is the commit?",
         "where are retries and deadlines of requests?",
-        "what happens when a rank dies?",
+        "what happens when a rank dies? when the worker dies?",
         "where do replicas get compared?",
         "how is a file written?",
         "how do I add an object store?",
@@ -51,6 +51,11 @@ def test_every_package_has_a_row_in_the_architecture() -> None:
         "a setting, its default?",
         "a framework?",
         "where is the state machine?",
+        "limits of bandwidth?",
+        "how does the worker get credentials, `storage_options`?",
+        "which checkpoint does `restore_latest` choose, which does it skip?",
+        "metrics, `events.jsonl`?",
+        "a failpoint, at which fault tests kill?",
     ],
 )
 def test_the_questions_of_a_newcomer_have_an_answer(question: str) -> None:

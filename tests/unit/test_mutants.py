@@ -123,6 +123,14 @@ def test_a_mutant_whose_run_shows_nothing_is_named_when_the_others_have_been_tri
     assert "caught   two" in capsys.readouterr().out
 
 
+def test_the_folder_of_the_table_need_not_exist(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = FakeCopy([], {"one": ["a::x"]})
+    monkeypatch.setattr(run, "every_mutant", lambda: [_mutant("one", "a::x")])
+    monkeypatch.setattr(run, "Copy", lambda _: copy)
+    assert run.main(["one", "--jobs", "1", "--write", str(tmp_path / "build" / "row.md")]) == 0
+    assert "| one | a bug | P1 |" in (tmp_path / "build" / "row.md").read_text()
+
+
 def test_pytest_itself_is_understood(tmp_path: pathlib.Path) -> None:
     (tmp_path / ".typing").mkdir()
     (tmp_path / "test_good.py").write_text("def test_a(): pass\ndef test_b(): assert False\n")

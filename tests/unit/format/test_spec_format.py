@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 
 import msgpack
 import pytest
@@ -90,21 +90,28 @@ def test_documents_have_the_fields_of_the_spec() -> None:
     assert described == [list(document) for document in documents]
 
 
-def test_a_mirror_adds_the_fields_of_the_spec() -> None:
-    written = json.loads(manifest.encode_manifest(replace(MANIFEST, mirror="s3://bucket/a")))
-    added = [row[0] for row in table(SPEC, "field", "type", "of a checkpoint with a mirror")]
-    assert added == [name for name in written if name not in json.loads(manifest.encode_manifest(MANIFEST))]
-    assert list(written)[-3:] == [*added, "ranks", "checksum"]
-    assert manifest.decode_manifest(manifest.encode_manifest(replace(MANIFEST, mirror="/a"))).mirror == "/a"
+OPTIONAL = {"mirror": "s3://bucket/a"}
+"""A value for each optional field of a manifest."""
 
 
+def test_optional_fields_of_a_manifest_are_those_of_the_spec() -> None:
+    defaults = {one.name: one.default for one in fields(MANIFEST) if one.default is not MISSING}
+    assert defaults == {**dict.fromkeys(OPTIONAL), "dcp": None}, "add a value of the new field to OPTIONAL"
+    full = replace(MANIFEST, **OPTIONAL)
+    written = json.loads(manifest.encode_manifest(full))
+    described = [row[0] for row in table(SPEC, "optional field", "type", "meaning")]
+    assert described == [name for name in written if name not in json.loads(manifest.encode_manifest(MANIFEST))]
+    assert list(written)[-len(described) - 2 :] == [*described, "ranks", "checksum"]
+    assert manifest.decode_manifest(manifest.encode_manifest(full)) == full
+
+
+@pytest.mark.parametrize("field", OPTIONAL)
 @pytest.mark.parametrize("wrong", [7, "", ["/a"], {}])
-def test_a_mirror_of_another_type_is_refused(wrong: object) -> None:
+def test_an_optional_field_with_a_wrong_value_is_refused(field: str, wrong: object) -> None:
     document = json.loads(manifest.encode_manifest(MANIFEST))
     del document["checksum"]
-    data = manifest.sealed({**document, "mirror": wrong})
-    with pytest.raises(CorruptCheckpointError, match="mirror"):
-        manifest.decode_manifest(data)
+    with pytest.raises(CorruptCheckpointError, match=field):
+        manifest.decode_manifest(manifest.sealed({**document, field: wrong}))
 
 
 def test_a_tombstone_has_the_fields_of_the_spec() -> None:
