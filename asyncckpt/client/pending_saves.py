@@ -1,5 +1,7 @@
 """The table of saves that have begun and not ended, on the trainer's side, and the completion of their futures.
 
+`Withdrawals` tells workers of the saves in which this rank does not take part.
+
 A row lives from `begin` until the worker reports that the save has ended. The slot is freed with the row, never before:
 the worker may still read the slot of a save whose future has timed out.
 """

@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser, helps: Mapping[str, str] | None
 
 
 MIN_BANDWIDTH = 1 << 20
-"""Minimum of `--max-write-bandwidth` in bytes per second."""
+"""Minimum of `--max-write-bandwidth` and `--max-mirror-bandwidth`, in bytes per second."""
 
 MAX_PID = (1 << 31) - 1
 MAX_PORT = (1 << 16) - 1
