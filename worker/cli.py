@@ -150,9 +150,9 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
         OSError: The log file cannot be opened.
     """
     from asyncckpt.memory.heap import return_large_blocks
+    from asyncckpt_worker.process_limits import lower_priority
     from asyncckpt_worker.service import log
     from asyncckpt_worker.service.daemon import Daemon
-    from asyncckpt_worker.service.metrics import lower_priority
 
     if config.log_file is not None and own_log is None:
         log.redirect_output(config.log_file)

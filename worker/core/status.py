@@ -189,7 +189,7 @@ def run_rows(t: Tables, limit: int) -> list[dict[str, Any]]:
                 "gone": len(run.departed),
                 "in_flight": len(open_saves),
                 "committed_step": newest.step if newest else None,
-                "committed_path": newest.path[:1000] if newest else None,
+                "committed_path": newest.path[:MAX_PATH_CHARS] if newest else None,
                 "committed_age_s": t.now - newest.at if newest else None,
             }
         )
@@ -205,7 +205,11 @@ MAX_RANKS_SHOWN = 64
 MAX_ERROR_CHARS = 300
 """Maximum length of an error's text in the status report."""
 
-_ORDER = (OPEN, RECOVERING, SEALED, WRITING, DURABLE)
+MAX_PATH_CHARS = 1000
+"""Maximum length of a path in the status report."""
+
+OPEN_PHASES = (OPEN, RECOVERING, SEALED, WRITING, DURABLE)
+"""Phases of a part of an open save, the earliest first."""
 
 
 def report(t: Tables, instance: str) -> Mapping[str, Any]:
@@ -242,7 +246,7 @@ def _row(save: Save) -> Mapping[str, Any]:
     return {
         "save_id": save.save_id,
         "step": first.step,
-        "path": first.path[:1000],
+        "path": first.path[:MAX_PATH_CHARS],
         "phase": save.outcome or _phase(save),
         "ranks": {str(rank): save.ranks[rank].phase for rank in sorted(save.ranks)[:MAX_RANKS_SHOWN]},
         "missing": save.missing[:MAX_RANKS_SHOWN],
@@ -254,7 +258,7 @@ def _ended_row(save: EndedSave) -> Mapping[str, Any]:
     return {
         "save_id": save.save_id,
         "step": save.step,
-        "path": save.path[:1000],
+        "path": save.path[:MAX_PATH_CHARS],
         "phase": save.outcome,
         "ranks": {str(rank): phase for rank, phase in save.phases(MAX_RANKS_SHOWN)},
         "missing": [],
@@ -269,7 +273,7 @@ def _error_of(save: Save | EndedSave) -> Mapping[str, Any]:
 def _phase(save: Save) -> str:
     """Return the earliest phase of its ranks; `open` while a rank has no part."""
     phases = [e.phase for e in save.ranks.values()]
-    return OPEN if len(phases) < save.world_size else min(phases, key=_ORDER.index)
+    return OPEN if len(phases) < save.world_size else min(phases, key=OPEN_PHASES.index)
 
 
 def row_of(save: Save | EndedSave, entry: RankSave) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from asyncckpt.protocol.messages import Mirror, Mirrored
 from asyncckpt_worker.core.actions import CopyToMirror, ScanUnmirrored
 from asyncckpt_worker.core.events import Copied, UnmirroredFound, Wire
 from asyncckpt_worker.core.model import MAX_HISTORY, Session
+from asyncckpt_worker.core.status import MAX_ERROR_CHARS, MAX_PATH_CHARS, MAX_ROWS
 from asyncckpt_worker.core.tables import Tables
 
 FIRST_PAUSE_S = 1.0
@@ -45,9 +46,6 @@ FORGET_AFTER_S = 60.0
 
 MAX_REPEATED = 64
 """Failures of a run that its other workers are told of again and again: a message may be lost. Chosen."""
-
-MAX_ROWS = 100
-MAX_ERROR_CHARS = 300
 
 
 @dataclass(slots=True)
@@ -299,8 +297,8 @@ class MirrorRegistry:
         return {
             "save_id": copy.save_id,
             "step": copy.step,
-            "path": copy.path[:1000],
-            "mirror": copy.mirror[:1000],
+            "path": copy.path[:MAX_PATH_CHARS],
+            "mirror": copy.mirror[:MAX_PATH_CHARS],
             "phase": copy.phase,
             "nbytes": copy.nbytes,
             "age_s": self._t.now - copy.since,

@@ -14,7 +14,6 @@ from asyncckpt_worker.core.actions import Connection, Listener
 from asyncckpt_worker.io.job_runner import JobRunner
 from asyncckpt_worker.io.node_sockets import NodeSockets
 from asyncckpt_worker.io.slot_store import SlotStore
-from asyncckpt_worker.service.memory_pressure import slot_refused
 from asyncckpt_worker.service.process_watch import Liveness
 
 T = TypeVar("T")
@@ -55,7 +54,8 @@ class LocalResources:
         except AsyncCkptError:
             raise
         except (OSError, SlotError) as error:
-            raise slot_refused(error, nbytes) from error
+            text = f"the worker cannot create a slot of {nbytes:,} bytes: {error}"
+            raise SaveFailedError(text, code="slot", detail=str(error)) from error
         except Exception as error:
             raise self._internal("a slot", error) from error
         if populate:  # without it, only the first use of the slot is slower

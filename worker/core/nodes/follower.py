@@ -27,7 +27,7 @@ from asyncckpt_worker.core.actions import Connection, Relay, Resources
 from asyncckpt_worker.core.events import Peer, Relayed
 from asyncckpt_worker.core.failures import busy, leader_lost, not_continued, other_world
 from asyncckpt_worker.core.model import RankSave, Run, Save, Session
-from asyncckpt_worker.core.nodes.tables import PHASE_ORDER, Row, known_phase, pages, part_row
+from asyncckpt_worker.core.nodes.tables import PHASE_ORDER, PRESENT_S, Row, known_phase, pages, part_row
 from asyncckpt_worker.core.runs import RunRegistry
 from asyncckpt_worker.core.saves import SaveRegistry
 from asyncckpt_worker.core.slots import SlotRegistry
@@ -49,8 +49,8 @@ MAX_UNACKNOWLEDGED = 64
 MAX_FORMER_LEADERS = 64
 """Former leaders of a run that are remembered, to ignore their late messages."""
 
-IDLE_DISCONNECT_S, PRESENT_S = 60.0, 5.0
-"""Silence after which an unused connection is closed, and after which a leader counts as unreachable."""
+IDLE_DISCONNECT_S = 60.0
+"""Silence of the leader after which an unused connection is closed."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,15 @@ from asyncckpt_worker.core.actions import Listener, Relay, Resources
 from asyncckpt_worker.core.events import Relayed, Wire
 from asyncckpt_worker.core.failures import busy, failed, led_elsewhere, other_world, part_rejected, worker_lost
 from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
-from asyncckpt_worker.core.nodes.tables import Row, begin_of, pages, reported_phase, request_of, unpack_result
+from asyncckpt_worker.core.nodes.tables import (
+    PRESENT_S,
+    Row,
+    begin_of,
+    pages,
+    reported_phase,
+    request_of,
+    unpack_result,
+)
 from asyncckpt_worker.core.runs import LineageRegistry, RunRegistry
 from asyncckpt_worker.core.save_admission import SaveAdmission
 from asyncckpt_worker.core.saves import SaveRegistry, forget_inactive_links
@@ -43,9 +51,6 @@ MAX_ANSWERS = 64
 
 FORGET_S = 600.0
 """A follower is forgotten after this time without a message, but not before the timeouts of its run's open saves."""
-
-PRESENT_S = 5.0
-"""A follower counts as reachable for this long after its last message."""
 
 
 @dataclass(slots=True)

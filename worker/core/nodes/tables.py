@@ -28,6 +28,9 @@ from asyncckpt_worker.core.model import RankSave
 PHASE_ORDER = {"": 0, OPEN: 1, SEALED: 2, DURABLE: 3, CONSENTED: 4}
 """Phase of a row, or of `known` -> its order."""
 
+PRESENT_S = 5.0
+"""A worker counts as reachable for this long after its last message."""
+
 MAX_SUMS_NBYTES = 1 << 20
 """Maximum size of a rank's sums in a row; the leader computes larger ones from the rank's index. Chosen."""
 
