@@ -11,7 +11,7 @@ from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.actions import Connection, Listener, Resources
+from asyncckpt_worker.core.actions import LeaderAddress, Listener, Resources
 from asyncckpt_worker.core.machine import Core, CoreConfig
 from asyncckpt_worker.core.model import RankSave, Save
 from asyncckpt_worker.core.tables import EndedSave, History, Tables
@@ -117,9 +117,9 @@ class FakeResources:
             raise self.no_socket
         return self.listener
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, leader: LeaderAddress) -> None:
         """See `Resources`."""
-        self.asked.append(("connect", connection))
+        self.asked.append(("connect", leader))
         if self.no_socket is not None:
             raise self.no_socket
 
@@ -184,7 +184,7 @@ class Bench:
         """Bring a slot that is handed over to where it is looked into; return its number."""
         assert self.adopt(peer, **changes) is None
         (job,) = self.of(ac.AdoptSlot)
-        self.feed(ev.SlotCreated, slot=job.slot, fd=100 + job.slot, token=b"t" * 16)
+        self.feed(ev.SlotAdopted, slot=job.slot, fd=100 + job.slot, token=b"t" * 16)
         return int(job.slot)
 
     def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:

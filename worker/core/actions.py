@@ -42,7 +42,7 @@ class Unwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdoptSlot:
-    """Open a slot that a trainer still maps after its worker died. A job; its result is SlotCreated."""
+    """Open a slot that a trainer still maps after its worker died. A job; its result is SlotAdopted."""
 
     slot: int
     nbytes: int
@@ -222,7 +222,7 @@ Action = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Connection:
+class LeaderAddress:
     """Address of the worker that leads a run, and the keys of the run."""
 
     run: str
@@ -269,7 +269,7 @@ class Resources(Protocol):
             AsyncCkptError: The port is in use, or this machine does not have the address.
         """
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, leader: LeaderAddress) -> None:
         """Connect to the worker that leads a run.
 
         Raises:

@@ -28,7 +28,7 @@ SaveKey = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ContentDigests:
     """Digests of a checkpoint. `tensors`: of all shards; `rest`: of everything else, without the step."""
 
     tensors: bytes
@@ -53,7 +53,7 @@ class Died:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlotCreated:
+class SlotAdopted:
     """Result of AdoptSlot: number of the memfd and its token, or the error."""
 
     now: float
@@ -118,14 +118,14 @@ class Written:
 class Published:
     """Result of Commit. `unknown`: the manifest could not be written without doubt; it may exist.
 
-    `contents`: digests to compare the next save of the run with; None if there are none.
+    `digests`: to compare the next save of the run with; None if there are none.
     """
 
     now: float
     save_id: str
     error: Wire | None = None
     unknown: bool = False
-    contents: Contents | None = None
+    digests: ContentDigests | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -207,19 +207,19 @@ class InternalFault:
 class Tick:
     """Time has passed.
 
-    `kept`: the process that the worker was started for is alive, so the worker does not exit when idle. `memory_short`:
-    the machine or the worker's cgroup is almost out of memory.
+    `has_owner`: the process that the worker was started for is alive, so the worker does not exit when idle.
+    `memory_short`: the machine or the worker's cgroup is almost out of memory.
     """
 
     now: float
-    kept: bool = False
+    has_owner: bool = False
     memory_short: bool = False
 
 
 Event = (
     Received
     | Died
-    | SlotCreated
+    | SlotAdopted
     | SlotFreed
     | SlotRead
     | Prepared

@@ -55,7 +55,7 @@ class SnapshotRegistry:
 
     def __init__(self, tables: Tables, keep_s: float) -> None:
         self._t, self._keep_s = tables, keep_s
-        self.asked: dict[str, Recall] = {}
+        self._asked: dict[str, Recall] = {}
         self._undecided = False
         self.decides_at = float("inf")
         """The next time at which a kept slot expires."""
@@ -176,7 +176,7 @@ class SnapshotRegistry:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     @property
-    def any(self) -> bool:
+    def has_kept(self) -> bool:
         """Whether any slot is kept."""
         return any(s.kept for s in self._t.closing.values())
 
@@ -203,14 +203,14 @@ class SnapshotRegistry:
 
     def recall(self, session: Session, m: Recall) -> None:
         """Answer which slots hold snapshots at a path or below it, once the slots of ended sessions have been read."""
-        self.asked[session.name] = m
+        self._asked[session.name] = m
         self.answer()
 
     def answer(self) -> None:
         """Answer the waiting requests, unless a closing slot is still being read."""
-        if not self.asked or any(s.reading for s in self._t.closing.values()):
+        if not self._asked or any(s.reading for s in self._t.closing.values()):
             return
-        asked, self.asked = self.asked, {}
+        asked, self._asked = self._asked, {}
         for name, m in asked.items():
             session = self._t.sessions.get(name)
             if session is not None:

@@ -51,7 +51,7 @@ from asyncckpt.protocol.save_phases import (
 )
 from asyncckpt.storage.checkpoint_dir import NO_HOME
 from asyncckpt.storage.store import DirectoryIdentity
-from asyncckpt_worker.core.events import Contents, Peer, SaveKey, Wire
+from asyncckpt_worker.core.events import ContentDigests, Peer, SaveKey, Wire
 
 NEW = ""
 """Before the first event."""
@@ -480,7 +480,7 @@ class Committed:
 
     sequence: int
     step: int
-    contents: Contents
+    digests: ContentDigests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -185,8 +185,8 @@ class RunRegistry:
             del self._t.runs[run_id]
 
 
-Question = tuple[Peer, int]
-"""Peer and ID of a request; b"": a rank of a follower."""
+Requester = tuple[Peer, int]
+"""Peer and ID of a Lineage request; peer b"": a rank of a follower."""
 
 
 class LineageRegistry:
@@ -205,7 +205,7 @@ class LineageRegistry:
 
     def __init__(self, tables: Tables, runs: RunRegistry, ask_leader: Callable[[Session, Run, Lineage], None]) -> None:
         self._t, self._runs, self._ask_leader = tables, runs, ask_leader
-        self._waiting: dict[tuple[str, str, str], dict[Question, int]] = {}
+        self._waiting: dict[tuple[str, str, str], dict[Requester, int]] = {}
         """Run, directory and directory of mirrors -> who waits, and which epoch is the least for each."""
 
     def ask(self, session: Session, m: Lineage) -> None:
@@ -236,8 +236,8 @@ class LineageRegistry:
                 storage=self._storage_for(session),
             )
             self._t.actions.append(scan)
-        question = session.peer, m.id
-        waiting[question] = max(m.least_epoch, waiting.get(question, 0))
+        requester = session.peer, m.id
+        waiting[requester] = max(m.least_epoch, waiting.get(requester, 0))
         return None
 
     def is_asked_for(self, run_id: str, parent: str) -> bool:

@@ -27,7 +27,16 @@ from asyncckpt.protocol.save_phases import (
 from asyncckpt.storage.files import COPY_UNKNOWN
 from asyncckpt_worker.core.actions import Commit, CutOff, Prepare, Remove, Write
 from asyncckpt_worker.core.consistency import disagreement, settle_step, unequal_samples
-from asyncckpt_worker.core.events import Contents, InternalFault, Prepared, Published, Removed, SaveKey, Wire, Written
+from asyncckpt_worker.core.events import (
+    ContentDigests,
+    InternalFault,
+    Prepared,
+    Published,
+    Removed,
+    SaveKey,
+    Wire,
+    Written,
+)
 from asyncckpt_worker.core.failures import (
     count,
     disagree,
@@ -270,7 +279,7 @@ class SaveRegistry:
             return
         found: dict[str, Any] = {}
         # IMPORTANT: guarded without the save's ID: it is committed, and a bug in what follows must not end it.
-        self._t.run_guarded("", lambda: found.update(compare(self._t, save, event.contents)))
+        self._t.run_guarded("", lambda: found.update(compare(self._t, save, event.digests)))
         for entry in save.ranks.values():
             entry.report.update(found)
         self._committed(save, {**event.report, **found})
@@ -484,7 +493,7 @@ def outcome_or_unknown(t: Tables, save: Save, outcome: str, error: Wire) -> tupl
     return UNKNOWN, leader_lost(save, why, unknown=True)
 
 
-def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, Any]:
+def compare(t: Tables, save: Save, digests: ContentDigests | None) -> Mapping[str, Any]:
     """Compare a save that was just committed with the run's last one, and remember it; return the report's figures.
 
     A warning is logged if nothing has changed. After a save without digests, the next save is not compared.
@@ -495,7 +504,7 @@ def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, An
         return {}
     entry = save.ranks[min(save.ranks)]
     before = run.committed
-    now = None if contents is None else Committed(saved.sequence, entry.step or 0, contents)
+    now = None if digests is None else Committed(saved.sequence, entry.step or 0, digests)
     if before is not None and before.sequence >= saved.sequence:
         return {}  # a later save was committed before it
     run.committed = now
@@ -517,10 +526,10 @@ def unchanged(last: Committed, save: Committed) -> dict[str, Any]:
         `same_tensors_as_step`: the step of the save before; and `unchanged`: True, if the rest is equal too, except the
         step.
     """
-    if last.step == save.step or last.contents.tensors != save.contents.tensors:
+    if last.step == save.step or last.digests.tensors != save.digests.tensors:
         return {}
     same = {"same_tensors_as_step": last.step}
-    return same | ({"unchanged": True} if last.contents.rest == save.contents.rest else {})
+    return same | ({"unchanged": True} if last.digests.rest == save.digests.rest else {})
 
 
 def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) -> None:

@@ -21,7 +21,7 @@ from asyncckpt.protocol.messages import Adopt, Allocate, Begin, Granted, Ok, Rel
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import COMMITTED
 from asyncckpt_worker.core.actions import AdoptSlot, FreeSlot, ReadSlot, Resources
-from asyncckpt_worker.core.events import SlotCreated, SlotRead
+from asyncckpt_worker.core.events import SlotAdopted, SlotRead
 from asyncckpt_worker.core.failures import busy, draining
 from asyncckpt_worker.core.kept_snapshots import SnapshotRegistry, is_in_flight
 from asyncckpt_worker.core.model import MAX_JOBS, MAX_SLOTS_PER_SESSION, Save, Session, Slot, Waiter
@@ -95,7 +95,7 @@ class SlotRegistry:
         else:
             self._created(slot)
 
-    def adopted(self, event: SlotCreated) -> None:
+    def adopted(self, event: SlotAdopted) -> None:
         """Answer the Adopt, and read the slot."""
         slot = self._t.slots.get(event.slot)
         if slot is None or slot.fd >= 0:

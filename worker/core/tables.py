@@ -24,14 +24,15 @@ from asyncckpt_worker.core.model import MAX_HISTORY, RankSave, Run, Save, Sessio
 MAX_REPORTS = 8192
 """Maximum number of ranks' reports of all ended saves: 16 saves of 512 ranks. Chosen, not measured."""
 
-MAX_SHARED = 64
+MAX_INTERNED = 64
 """Maximum number of columns that records share: ranks, sessions and slots of a run. Chosen, not measured."""
 
 _COLUMNS = ("phase", "session", "slot", "generation", "link")
 Column = Any
 """A tuple with one value for each rank, or the value of all ranks."""
 
-Share = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+Intern = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+"""Returns the equal tuple that other records have already, or the tuple itself."""
 
 
 class EndedSave:
@@ -50,7 +51,7 @@ class EndedSave:
         "ranks", "reports", "save_id", "step", "world_size",
     )  # fmt: skip
 
-    def __init__(self, save: Save, share: Share) -> None:
+    def __init__(self, save: Save, intern: Intern) -> None:
         assert save.outcome is not None and not save.jobs
         first = save.ranks[min(save.ranks)]
         self.save_id, self.world_size, self.outcome = save.save_id, save.world_size, save.outcome
@@ -62,9 +63,9 @@ class EndedSave:
         self._columns: tuple[Column, ...] = ((),) * len(_COLUMNS)
         self._errors: dict[int, Wire | None] = {}
         self.reports: dict[int, Mapping[str, Any]] = {}
-        self.add(save, share)
+        self.add(save, intern)
 
-    def add(self, save: Save, share: Share) -> None:
+    def add(self, save: Save, intern: Intern) -> None:
         """Add the ranks of a save; called again for ranks that came after the end."""
         rows = {rank: self._row(at) for at, rank in enumerate(self.ranks)}
         for rank, entry in save.ranks.items():
@@ -76,9 +77,9 @@ class EndedSave:
                 self.reports[rank] = entry.report
             if entry.home != NO_HOME:
                 self.home = entry.home
-        self.ranks = share(tuple(sorted(rows)))
+        self.ranks = intern(tuple(sorted(rows)))
         values = zip(*(rows[rank] for rank in self.ranks), strict=True)
-        self._columns = tuple(column[0] if len(set(column)) == 1 else share(column) for column in values)
+        self._columns = tuple(column[0] if len(set(column)) == 1 else intern(column) for column in values)
         self.directories = tuple({*self.directories, *map(os.path.dirname, save.paths)})
 
     def _row(self, at: int) -> tuple[Any, ...]:
@@ -129,21 +130,21 @@ class History:
         self._calls: dict[str, list[str]] = {}
         self._reported: dict[str, None] = {}
         self._n_reports = 0
-        self._shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._internd: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def _share(self, column: tuple[Any, ...]) -> tuple[Any, ...]:
-        if column not in self._shared and len(self._shared) >= MAX_SHARED:
-            del self._shared[next(iter(self._shared))]
-        return self._shared.setdefault(column, column)
+    def _intern(self, column: tuple[Any, ...]) -> tuple[Any, ...]:
+        if column not in self._internd and len(self._internd) >= MAX_INTERNED:
+            del self._internd[next(iter(self._internd))]
+        return self._internd.setdefault(column, column)
 
     def add(self, save: Save) -> None:
         """Add an ended save without outstanding jobs; if it is known, add its late ranks."""
         known = self._saves.get(save.save_id)
         if known is not None:
             self._n_reports -= len(known.reports)
-            known.add(save, self._share)
+            known.add(save, self._intern)
         else:
-            known = self._saves[save.save_id] = EndedSave(save, self._share)
+            known = self._saves[save.save_id] = EndedSave(save, self._intern)
             self._calls.setdefault(save.save_id.call, []).append(save.save_id)
         self._n_reports += len(known.reports)
         self._reported[save.save_id] = None

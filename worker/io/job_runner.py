@@ -26,7 +26,7 @@ from asyncckpt.storage.rank_writer import DEFAULT_THREADS
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.events import Event
-from asyncckpt_worker.io.content_digest import contents_of
+from asyncckpt_worker.io.content_digest import digests_of
 from asyncckpt_worker.io.coverage_check import Prover, coverage_error
 from asyncckpt_worker.io.mount_table import MountTable
 from asyncckpt_worker.io.slot_store import SlotStore
@@ -438,15 +438,15 @@ class JobRunner:
             now=now, slot=number, generation=generation, request=request, opened=opened, streamed=streamed
         )
 
-    def _adopt(self, action: ac.AdoptSlot) -> ev.SlotCreated:
+    def _adopt(self, action: ac.AdoptSlot) -> ev.SlotAdopted:
         try:
             reach("worker: slot handed over")
             memory = self._slots.adopt(action.slot, action.nbytes, action.pid, action.fd, action.token)
         except Exception as error:
             text = f"the worker cannot open fd {action.fd} of process {action.pid}: {error}"
             wire = to_wire(SaveFailedError(text, code="slot", detail=str(error)))
-            return ev.SlotCreated(now=time.monotonic(), slot=action.slot, error=wire)
-        return ev.SlotCreated(now=time.monotonic(), slot=action.slot, fd=memory.fd, token=memory.token)
+            return ev.SlotAdopted(now=time.monotonic(), slot=action.slot, error=wire)
+        return ev.SlotAdopted(now=time.monotonic(), slot=action.slot, fd=memory.fd, token=memory.token)
 
     def _free(self, number: int) -> ev.SlotFreed:
         error = _error_of(lambda: self._slots.free(number))
@@ -513,13 +513,13 @@ class JobRunner:
         except BaseException as error:
             unknown = isinstance(error, CommitUnknownError)
             return ev.Published(now=time.monotonic(), save_id=action.save_id, error=to_wire(error), unknown=unknown)
-        contents = None
+        digests = None
         try:  # IMPORTANT: apart from the commit: whatever fails from here on, the save is committed
-            contents = contents_of(action.requests, action.results)
+            digests = digests_of(action.requests, action.results)
         except Exception:
             text = "save to %s: it is not compared with the one before: a bug in the worker"
             _logger.exception(text, action.requests[0].path, extra={"save_id": action.save_id})
-        return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report, contents=contents)
+        return ev.Published(now=time.monotonic(), save_id=action.save_id, report=report, digests=digests)
 
     def _remove(self, action: ac.Remove) -> ev.Removed:
         _error_of(lambda: self._writer.remove(action.save_id, action.path))
@@ -576,7 +576,7 @@ def failed_result(action: ac.Action, error: Exception) -> ev.Event | None:
         case ac.FreeSlot():
             return ev.SlotFreed(now=now, slot=action.slot)
         case ac.AdoptSlot():
-            return ev.SlotCreated(now=now, slot=action.slot, error=wire)
+            return ev.SlotAdopted(now=now, slot=action.slot, error=wire)
         case ac.Prepare():
             return ev.Prepared(now=now, key=action.key, error=wire)
         case ac.Write():

@@ -163,7 +163,7 @@ class Mob(Bench):
                 self.take(self.core.handle(self.read_slot(job.slot)))
             case ac.AdoptSlot():
                 opened = {"fd": job.slot + 100, "token": job.token} if rng.random() < 0.8 else {"error": ERROR}
-                self.take(self.core.handle(ev.SlotCreated(now=now, slot=job.slot, **opened)))
+                self.take(self.core.handle(ev.SlotAdopted(now=now, slot=job.slot, **opened)))
             case ac.FreeSlot():
                 self.take(self.core.handle(ev.SlotFreed(now=now, slot=job.slot)))
             case ac.Prepare():

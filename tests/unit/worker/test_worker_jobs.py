@@ -110,7 +110,7 @@ def test_a_save_whose_manifest_is_published_never_ends_as_failed(tmp_path: pathl
     assert found.error is None and len(list(path.glob("*"))) == 4, "what the earlier save has left is removed"
 
 
-@pytest.mark.parametrize("part", ["remove_leftovers", "contents_of"])
+@pytest.mark.parametrize("part", ["remove_leftovers", "digests_of"])
 def test_a_bug_behind_the_commit_ends_no_save(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

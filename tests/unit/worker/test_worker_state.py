@@ -388,7 +388,7 @@ def test_results_that_come_twice_or_for_nothing_are_ignored(bench: Bench) -> Non
         (ev.Published, {"save_id": SECOND}),
         (ev.Removed, {"save_id": SECOND}),
         (ev.SlotRead, {"slot": 77}),
-        (ev.SlotCreated, {"slot": 77, "error": ERROR}),
+        (ev.SlotAdopted, {"slot": 77, "error": ERROR}),
         (ev.Died, {"session": "9" * 16}),
     ):
         assert bench.feed(kind, **fields) == []

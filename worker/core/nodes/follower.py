@@ -23,7 +23,7 @@ from asyncckpt.protocol.fields import MAX_TABLE, MAX_TEXT_CHARS
 from asyncckpt.protocol.messages import Follow, Following, Lineage, LineageFound
 from asyncckpt.protocol.node_tables import BEAT_S, CONSENTED, Outcomes, Report
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, UNKNOWN
-from asyncckpt_worker.core.actions import Connection, Relay, Resources
+from asyncckpt_worker.core.actions import LeaderAddress, Relay, Resources
 from asyncckpt_worker.core.events import Peer, Relayed
 from asyncckpt_worker.core.failures import busy, leader_lost, not_continued, other_world
 from asyncckpt_worker.core.model import RankSave, Run, Save, Session
@@ -69,7 +69,7 @@ class _Followed:
     """A run that another worker leads. `run.leader`: instance of the leader, "" before its first message."""
 
     run: Run
-    connect: Connection
+    leader_address: LeaderAddress
     last_message_at: float
     attempts: dict[int, int] = field(default_factory=dict)
     """Rank -> `attempt` of its latest Follow. Only these ranks are reported."""
@@ -101,7 +101,7 @@ class _Followed:
 
     def row(self, now: float) -> Mapping[str, Any]:
         """Return its row of the status report."""
-        address, silent_s = self.connect.address, now - self.last_message_at
+        address, silent_s = self.leader_address.address, now - self.last_message_at
         return {"run": self.run.run_id, "address": address, "leader": self.run.leader, "silent_s": silent_s}
 
 
@@ -110,7 +110,7 @@ class Follower:
 
     Args:
         tables: Tables of the core.
-        runs, saves, slot_registry: Parts of the core.
+        runs, saves, slot_registry, mirrors: Parts of the core.
         resources: Opens and closes connections.
     """
 
@@ -142,7 +142,7 @@ class Follower:
         run.leader_unreachable = refusal is not None
         if refusal is not None:
             return self._t.refuse(session.peer, m.id, refusal)
-        connect = Connection(
+        leader = LeaderAddress(
             run=m.run,
             address=m.address,
             server_public=m.server_public,
@@ -150,18 +150,18 @@ class Follower:
             client_secret=m.client_secret,
         )
         followed = self._followed.get(m.run)
-        if followed is not None and (followed.connect != connect or followed.run is not run):
+        if followed is not None and (followed.leader_address != leader or followed.run is not run):
             self._lose_leader(followed, "the run has another leader")
             self._disconnect(followed)
             followed = None
         if followed is None:
             try:
-                self._resources.connect(connect)
+                self._resources.connect(leader)
             except AsyncCkptError as error:
                 run.leader_unreachable = True
                 return self._t.refuse(session.peer, m.id, error)
             run.followed, run.leader = True, ""
-            followed = self._followed[m.run] = _Followed(run, connect, self._t.now)
+            followed = self._followed[m.run] = _Followed(run, leader, self._t.now)
             self._resend_everything(followed)
         followed.attempts[session.rank] = m.attempt
         followed.waiting_follows.setdefault((session.peer, m.id), self._t.now + m.timeout_s)
@@ -533,7 +533,7 @@ def _question_rows(followed: _Followed) -> Iterator[Row]:
 
 def _unreachable(followed: _Followed, why: str) -> WorkerUnavailableError:
     """Return the error for requests that wait for a leader that cannot be reached."""
-    address = followed.connect.address
+    address = followed.leader_address.address
     return WorkerUnavailableError(
         f"the worker at {address} that leads run {followed.run.run_id} cannot be reached from here: {why}. Start the "
         "worker beside rank 0 with --advertise HOST, a name or address of its node that the other nodes reach, and "
