@@ -14,7 +14,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.mirroring import Unmirrored
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.checkpoint_dir import NO_HOME
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY
 from asyncckpt.storage.store import DirectoryIdentity
 
 Wire = Mapping[str, Any]
@@ -92,7 +92,7 @@ class Prepared:
     """Result of Prepare. `committed`: the save's own manifest exists, and nothing is to be written.
 
     `known_uncommitted`: with an error of a resumed save: it came after the check had shown that no dead worker has
-    committed the save. `home`: identity of the save's directory.
+    committed the save. `directory_identity`: identity of the save's directory.
     """
 
     now: float
@@ -100,7 +100,7 @@ class Prepared:
     error: Wire | None = None
     committed: bool = False
     known_uncommitted: bool = False
-    home: DirectoryIdentity = NO_HOME
+    directory_identity: DirectoryIdentity = NO_IDENTITY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

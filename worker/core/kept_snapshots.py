@@ -256,8 +256,8 @@ def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
         "nbytes": slot.nbytes,
         "token": slot.token,
         "generation": entry.generation,
-        "inode": entry.home.inode,
-        "birth_ns": entry.home.birth_ns,
+        "inode": entry.directory_identity.inode,
+        "birth_ns": entry.directory_identity.birth_ns,
     }
 
 

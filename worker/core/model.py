@@ -49,7 +49,7 @@ from asyncckpt.protocol.save_phases import (
     UNKNOWN,
     WRITING,
 )
-from asyncckpt.storage.checkpoint_dir import NO_HOME
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY
 from asyncckpt.storage.store import DirectoryIdentity
 from asyncckpt_worker.core.events import ContentDigests, Peer, SaveKey, Wire
 
@@ -315,7 +315,7 @@ class RankSave:
     """When its files were complete; for a ring, that may be before the seal. With `link`, infinity: the follower
     reports that it is still writing the ring."""
 
-    home: DirectoryIdentity = NO_HOME
+    directory_identity: DirectoryIdentity = NO_IDENTITY
     """Identity of its directory, set when PREPARE ends, also with an error."""
 
     @property

@@ -216,12 +216,12 @@ class LineageRegistry:
             error = from_wire(other_world(m.run, world_size, session.rank, session.world_size))
             return self._refuse(session.peer, m.id, m.run, m.path, error)
         parent = os.path.dirname(m.path)
-        mirror = "" if run.has_epoch(parent, _home_of(m.mirror), 0) else m.mirror
-        if run.has_epoch(parent, _home_of(m.mirror), m.least_epoch):
+        mirror = "" if run.has_epoch(parent, _mirror_parent(m.mirror), 0) else m.mirror
+        if run.has_epoch(parent, _mirror_parent(m.mirror), m.least_epoch):
             return self._answer(session.peer, m.id, m.run, m.path, run.epochs[parent])
         if run.followed:
             return self._ask_leader(session, run, m)
-        key = m.run, parent, _home_of(mirror)
+        key = m.run, parent, _mirror_parent(mirror)
         waiting = self._waiting.get(key)
         if (self._t.jobs if waiting is None else len(waiting)) >= MAX_JOBS:
             return self._refuse(session.peer, m.id, m.run, m.path, busy())
@@ -252,8 +252,8 @@ class LineageRegistry:
     def scanned(self, event: LineageScanned) -> None:
         """Reserve the epoch, and answer all requests that wait for this scan."""
         parent = os.path.dirname(event.path)
-        home = _home_of(event.mirror)
-        waiting = self._waiting.pop((event.run, parent, home), None)
+        mirror_parent = _mirror_parent(event.mirror)
+        waiting = self._waiting.pop((event.run, parent, mirror_parent), None)
         if waiting is None:
             return
         self._t.lineage_scans -= 1
@@ -265,7 +265,7 @@ class LineageRegistry:
         elif run is not None:
             try:
                 epoch = self._next(run, parent, event, max(waiting.values()))
-                run.remember_epoch(parent, epoch, home)
+                run.remember_epoch(parent, epoch, mirror_parent)
             except SaveFailedError as refusal:
                 error = refusal
         for peer, id in waiting:
@@ -303,5 +303,5 @@ class LineageRegistry:
         return check_epoch(max(least, event.epoch, *(epoch + 1 for epoch in others), 1), event.path)
 
 
-def _home_of(mirror: str) -> str:
+def _mirror_parent(mirror: str) -> str:
     return parent_of(mirror) if mirror else ""

@@ -197,7 +197,7 @@ class SaveRegistry:
         if found is None:
             return
         save, entry = found
-        entry.home = event.home
+        entry.directory_identity = event.directory_identity
         checked = event.error is None or event.known_uncommitted
         if checked and not event.committed and entry.phase == RECOVERING:
             self._resume(save)

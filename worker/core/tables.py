@@ -16,7 +16,7 @@ from asyncckpt.errors import AsyncCkptError, to_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Message, Refused
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.checkpoint_dir import NO_HOME
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY
 from asyncckpt_worker.core.actions import Action, Log, LogFault, Send
 from asyncckpt_worker.core.events import Peer, SaveKey, Wire
 from asyncckpt_worker.core.model import MAX_HISTORY, RankSave, Run, Save, Session, Slot
@@ -40,14 +40,14 @@ class EndedSave:
 
     Attributes:
         save_id, world_size, outcome, error, complete: As in `Save`.
-        path, step, home: As in `RankSave`, of its first rank.
+        path, step, directory_identity: As in `RankSave`, of its first rank.
         directories: Parent directories of the paths that its ranks have named.
         begun_at: When its first rank began.
         ranks: Its ranks that have a part, in order.
     """
 
     __slots__ = (
-        "_columns", "_errors", "begun_at", "complete", "directories", "error", "home", "outcome", "path",
+        "_columns", "_errors", "begun_at", "complete", "directories", "directory_identity", "error", "outcome", "path",
         "ranks", "reports", "save_id", "step", "world_size",
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ class EndedSave:
         first = save.ranks[min(save.ranks)]
         self.save_id, self.world_size, self.outcome = save.save_id, save.world_size, save.outcome
         self.error, self.complete = save.error, save.complete
-        self.path, self.step, self.home = first.path, first.step, first.home
+        self.path, self.step, self.directory_identity = first.path, first.step, first.directory_identity
         self.begun_at = min(entry.begun_at for entry in save.ranks.values())
         self.directories: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
@@ -75,8 +75,8 @@ class EndedSave:
                 self._errors[rank] = entry.error
             if entry.report:
                 self.reports[rank] = entry.report
-            if entry.home != NO_HOME:
-                self.home = entry.home
+            if entry.directory_identity != NO_IDENTITY:
+                self.directory_identity = entry.directory_identity
         self.ranks = intern(tuple(sorted(rows)))
         values = zip(*(rows[rank] for rank in self.ranks), strict=True)
         self._columns = tuple(column[0] if len(set(column)) == 1 else intern(column) for column in values)
@@ -103,7 +103,7 @@ class EndedSave:
             seen=of_rank["phase"],
             error=self._errors.get(rank, self.error),
             report=dict(self.reports.get(rank, {})),
-            home=self.home,
+            directory_identity=self.directory_identity,
             **of_rank,
         )
 

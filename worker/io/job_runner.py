@@ -471,12 +471,16 @@ class JobRunner:
             if not committed:
                 self._writer.prepare(action)
         except BaseException as error:
-            home = self._writer.home(action.path)
+            identity = self._writer.directory_identity(action.path)
             return ev.Prepared(
-                now=time.monotonic(), key=action.key, error=to_wire(error), known_uncommitted=checked, home=home
+                now=time.monotonic(),
+                key=action.key,
+                error=to_wire(error),
+                known_uncommitted=checked,
+                directory_identity=identity,
             )
-        home = self._writer.home(action.path)
-        return ev.Prepared(now=time.monotonic(), key=action.key, committed=committed, home=home)
+        identity = self._writer.directory_identity(action.path)
+        return ev.Prepared(now=time.monotonic(), key=action.key, committed=committed, directory_identity=identity)
 
     def _write(self, action: ac.Write, pool: Executor) -> ev.Written:
         begun = time.perf_counter()

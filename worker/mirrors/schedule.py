@@ -130,10 +130,10 @@ class MirrorRegistry:
 
         These are the copies that have failed, and those that no trainer asks for; a trainer that asks gives its own.
         """
-        home = parent_of(newest.mirror)
+        mirror_parent = parent_of(newest.mirror)
         for copy in self._open.values() if newest.storage else ():
             is_left = copy.error is not None or self._t.now - copy.asked_at > FORGET_AFTER_S
-            if is_left and parent_of(copy.mirror) == home:
+            if is_left and parent_of(copy.mirror) == mirror_parent:
                 copy.storage = newest.storage
 
     def ask(self, session: Session, m: Mirror) -> None:
@@ -203,11 +203,11 @@ class MirrorRegistry:
             if copy.phase == COPYING:
                 continue
             if copy.copies:
-                home, is_searched = parent_of(copy.mirror), self._scans.get(parent_of(copy.path), True)
-                if home in busy or not is_searched:  # older ones may be found
+                mirror_parent, is_searched = parent_of(copy.mirror), self._scans.get(parent_of(copy.path), True)
+                if mirror_parent in busy or not is_searched:  # older ones may be found
                     continue
                 if copy.retry_at <= self._t.now or copy.tries < MAX_BLOCKING_TRIES:
-                    busy.add(home)  # also while it pauses: the oldest goes first
+                    busy.add(mirror_parent)  # also while it pauses: the oldest goes first
             if copy.retry_at <= self._t.now:
                 copy.phase, copy.tries = COPYING, copy.tries + 1
                 self._t.actions.append(
