@@ -160,8 +160,8 @@ class Session:
     holds: set[int] = field(default_factory=set)
     """Slots of other sessions that it holds for reading."""
 
-    link: str = ""
-    """ID of the follower in its run (`<instance>.<run>`) that serves this rank; "" if this worker does."""
+    follower: str = ""
+    """ID of the worker of another node that serves this rank (`<instance>.<run>`); "" if this worker does."""
 
 
 @dataclass(slots=True)
@@ -210,8 +210,8 @@ class Slot:
 
     writes: set[SaveKey] = field(default_factory=set)
     waiters: list[Waiter] = field(default_factory=list)
-    link: str = ""
-    """As `Session.link`. Not "": a placeholder for a slot of another node."""
+    follower: str = ""
+    """As `Session.follower`. Not "": a placeholder for a slot of another node."""
 
     process: tuple[int, int] = (0, 0)
     """PID and start time of the process that last used the slot."""
@@ -281,8 +281,8 @@ class RankSave:
     error: Wire | None = None
     report: dict[str, Any] = field(default_factory=dict)
     durable_at: float | None = None
-    link: str = ""
-    """As `Session.link`. Not "": that follower writes its files."""
+    follower: str = ""
+    """As `Session.follower`. Not "": that follower writes its files."""
 
     acknowledged: str = ""
     """Followed: the last phase of this part that the leader has acknowledged, or ""."""
@@ -312,7 +312,7 @@ class RankSave:
     """Its write job started before the seal, or writes a ring."""
 
     written_at: float = 0.0
-    """When its files were complete; for a ring, that may be before the seal. With `link`, infinity: the follower
+    """When its files were complete; for a ring, that may be before the seal. With `follower`, infinity: the follower
     reports that it is still writing the ring."""
 
     directory_identity: DirectoryIdentity = NO_IDENTITY

@@ -246,8 +246,8 @@ class LineageRegistry:
 
     def _storage_for(self, session: Session) -> Mapping[str, str]:
         """Return the options of the session, or of a rank of this node where another worker asks for its own."""
-        ours = (one.storage for one in self._t.sessions.values() if one.run == session.run and not one.link)
-        return next(ours, NO_OPTIONS) if session.link else session.storage
+        ours = (one.storage for one in self._t.sessions.values() if one.run == session.run and not one.follower)
+        return next(ours, NO_OPTIONS) if session.follower else session.storage
 
     def scanned(self, event: LineageScanned) -> None:
         """Reserve the epoch, and answer all requests that wait for this scan."""

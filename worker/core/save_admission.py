@@ -49,7 +49,7 @@ class SaveAdmission:
         self._runs.join(session, save_id.run_id)
         self._runs.note_sequence(save_id, session.world_size)
         save = self._open(save_id, session.world_size)
-        slot = None if session.link else self._t.slots.get(message.slot)
+        slot = None if session.follower else self._t.slots.get(message.slot)
         adopted = slot.adopted_generation if slot is not None else -1
         entry = entry_of_begin(session, message, self._t.now, adopted=adopted, resumed=resumed)
         had_ended = save.outcome is not None
@@ -261,7 +261,7 @@ def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1,
         overwrite=m.overwrite,
         begun_at=now,
         commit_timeout_s=m.commit_timeout_s,
-        link=session.link,
+        follower=session.follower,
         storage=session.storage,
         from_dead_worker=resumed or m.generation <= adopted,
     )
@@ -282,7 +282,7 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         overwrite=request.overwrite,
         begun_at=now,
         commit_timeout_s=request.commit_timeout_s,
-        link=slot.link,
+        follower=slot.follower,
         storage=slot.storage,
         from_dead_worker=generation <= slot.adopted_generation,
     )

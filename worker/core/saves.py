@@ -133,7 +133,7 @@ class SaveRegistry:
                 self.end(save, FAILED, path_in_use(save, entry, other.save_id))
 
     def _prepare(self, save: Save, entry: RankSave) -> None:
-        if save.failed_locally or (entry.link and not entry.from_dead_worker):
+        if save.failed_locally or (entry.follower and not entry.from_dead_worker):
             return
         entry.job = PREPARE
         save.jobs += 1
@@ -180,7 +180,7 @@ class SaveRegistry:
 
     def _write(self, save: Save, entry: RankSave) -> None:
         assert entry.request is not None
-        if not entry.link and not entry.streaming:
+        if not entry.follower and not entry.streaming:
             start_writing(self._t, save, entry, entry.request)
         elif entry.result is not None:  # all files were written before the seal was read
             self.advance(save, entry, "written")
@@ -323,7 +323,7 @@ class SaveRegistry:
             detail = f"its pre_commit hook did not answer for {silent.request.hook_timeout_s:g} s"
             self.end(save, FAILED, failed(save, silent, "vetoed", detail))
         else:
-            late = [e.rank for e in save.ranks.values() if e.link and (e.phase != DURABLE or e.needs_consent)]
+            late = [e.rank for e in save.ranks.values() if e.follower and (e.phase != DURABLE or e.needs_consent)]
             self.end(save, FAILED, timed_out(save, save.missing or sorted(late)))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
@@ -458,9 +458,9 @@ class SaveRegistry:
         assert len(requests) == save.world_size
         save.job = COMMIT
         save.jobs += 1
-        remote = tuple(e.rank for e in entries if e.link)
+        remote = tuple(e.rank for e in entries if e.follower)
         results = tuple(e.result for e in entries)
-        storage = next((e.storage for e in entries if not e.link), NO_OPTIONS)
+        storage = next((e.storage for e in entries if not e.follower), NO_OPTIONS)
         self._t.actions.append(
             Commit(save_id=save.save_id, requests=requests, results=results, remote=remote, storage=storage)
         )
@@ -604,7 +604,7 @@ def clean_up(t: Tables, save: Save) -> None:
 
     IMPORTANT: also the files of a rank whose write has failed, since the write job may leave some of them.
     """
-    left = [e for e in save.ranks.values() if e.wrote or (e.from_dead_worker and not e.link)]
+    left = [e for e in save.ranks.values() if e.wrote or (e.from_dead_worker and not e.follower)]
     # IMPORTANT: never after `unknown`: the manifest may exist, and these would be its files.
     if save.outcome in (FAILED, ABANDONED) and left and not save.jobs:
         t.actions.append(Remove(save_id=save.save_id, path=left[0].path, storage=left[0].storage))
@@ -639,8 +639,8 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
     for entry in save.ranks.values() if t.last_message_at else ():  # only with followers
         writes_ring = entry.phase == OPEN and entry.streaming and entry.written_at == float("inf")
         awaited = entry.phase in (SEALED, WRITING) or writes_ring or entry.needs_consent
-        if entry.link and awaited:
-            last_message_at = t.last_message_at.get(entry.link, since)
+        if entry.follower and awaited:
+            last_message_at = t.last_message_at.get(entry.follower, since)
             found = min(found, (max(since, last_message_at) + save.timeout_s, None), key=lambda pair: pair[0])
     run, turn = t.run_of(save.save_id), save.hooks_since
     answered_at = run.hook_answered_at if run is not None else {}
@@ -659,7 +659,7 @@ def bring_deadline_forward(save: Save, entry: RankSave, now: float) -> None:
 
     IMPORTANT: never set it later than `deadline` would: the save would end too late. Too early only costs a check.
     """
-    if save.sealed_since is not None and (save.awaits_seals or entry.link):
+    if save.sealed_since is not None and (save.awaits_seals or entry.follower):
         save.next_deadline_at = min(save.next_deadline_at, save.sealed_since + save.timeout_s)
     if entry.request is not None and entry.durable_at is not None and entry.needs_consent:
         save.next_deadline_at = min(
@@ -667,11 +667,11 @@ def bring_deadline_forward(save: Save, entry: RankSave, now: float) -> None:
         )
 
 
-def forget_inactive_links(t: Tables, links: Set[str]) -> None:
-    """Forget the last message of followers that are not in `links` and have no rank in an open save."""
-    over = t.last_message_at.keys() - links
+def forget_inactive_followers(t: Tables, followers: Set[str]) -> None:
+    """Forget the last message of followers that are not in `followers` and have no rank in an open save."""
+    over = t.last_message_at.keys() - followers
     if over:
-        for name in over - {e.link for s, e in t.entries() if s.outcome is None}:
+        for name in over - {e.follower for s, e in t.entries() if s.outcome is None}:
             del t.last_message_at[name]
 
 

@@ -98,7 +98,7 @@ def _phase_change(t: Tables, save: Save, entry: RankSave) -> PhaseChange:
         error=str((entry.error or {}).get("text", "")),
         ends=ends,
         begun_s=t.now - min(e.begun_at for e in save.ranks.values()) if ends else 0.0,
-        local=not entry.link,
+        local=not entry.follower,
         followed=run is not None and run.followed,
     )
 
@@ -116,7 +116,7 @@ def _rank_row(t: Tables, session: Session) -> dict[str, Any]:
         "rank": session.rank,
         "world_size": session.world_size,
         "pid": session.pid,
-        "node": "here" if not session.link else session.link[:8],
+        "node": "here" if not session.follower else session.follower[:8],
         "slots": len(slots),
         "slots_nbytes": sum(slot.nbytes for slot in slots),
         "durable_step": session.durable[0] if session.durable else None,
@@ -137,7 +137,7 @@ def _rank_row(t: Tables, session: Session) -> dict[str, Any]:
             "phase_s": t.now - entry.since if entry.seen else 0.0,
             "nbytes": entry.nbytes,
             "staged": _staged(entry.phase),
-            "slot": None if entry.link else entry.slot,
+            "slot": None if entry.follower else entry.slot,
             "generation": entry.generation,
         }
     return row
@@ -318,14 +318,14 @@ def notify(t: Tables) -> None:
         run = t.runs.get(run_id)
         for name in [name for name in run.members.values() if name not in notified] if run is not None else ():
             session = t.sessions.get(name)
-            if session is not None and not session.link:
+            if session is not None and not session.follower:
                 t.send(session.peer, _saves(t, session, ()))
 
 
 def _notify_of_part(t: Tables, save_id: str, rank: int, notified: set[str]) -> None:
     save = t.saves[save_id]
     session = t.sessions.get(save.ranks[rank].session)
-    if session is not None and not session.link:
+    if session is not None and not session.follower:
         row = row_of(save, save.ranks[rank])
         notified.add(session.name)
         t.send(session.peer, _saves(t, session, (row,)))

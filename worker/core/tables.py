@@ -27,7 +27,7 @@ MAX_REPORTS = 8192
 MAX_INTERNED = 64
 """Maximum number of columns that records share: ranks, sessions and slots of a run. Chosen, not measured."""
 
-_COLUMNS = ("phase", "session", "slot", "generation", "link")
+_COLUMNS = ("phase", "session", "slot", "generation", "follower")
 Column = Any
 """A tuple with one value for each rank, or the value of all ranks."""
 
@@ -245,7 +245,7 @@ class Tables:
     """Kind of error (`failures.kind_of`) -> number of saves that have ended with it."""
 
     last_message_at: dict[str, float] = field(default_factory=dict)
-    """Follower in a run (`RankSave.link`) -> when its last message arrived."""
+    """Follower in a run (`RankSave.follower`) -> when its last message arrived."""
 
     def log(
         self, level: str, text: str, *, save_id: str | None = None, session: str | None = None, **rest: Any

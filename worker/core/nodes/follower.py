@@ -170,7 +170,7 @@ class Follower:
 
     def _refusal(self, m: Follow) -> AsyncCkptError | None:
         run, followed = self._t.runs[m.run], self._followed.get(m.run)
-        if any(s.link for name in run.members.values() if (s := self._t.sessions.get(name)) is not None):
+        if any(s.follower for name in run.members.values() if (s := self._t.sessions.get(name)) is not None):
             return ProtocolError(f"this worker leads run {m.run} itself", detail="leads")
         if followed is None and len(self._followed) >= MAX_FOLLOWED:
             return busy()
