@@ -143,14 +143,15 @@ class ScanLineage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyToMirror:
-    """Copy a committed checkpoint to its mirror. Job; answered by Copied. `copies`: else look whether another worker
-    has.
+    """Copy a committed checkpoint to its mirror. A job; its result is Copied.
+
+    `is_ours`: False: another worker copies it; only check whether it has.
     """
 
     save_id: SaveId
     path: str
     mirror: str
-    copies: bool
+    is_ours: bool
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
 

@@ -155,7 +155,7 @@ class LineageScanned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """The answer to CopyToMirror. `is_done`: the copy is committed. `is_final`: trying again cannot help."""
+    """Result of CopyToMirror. `is_done`: the copy is committed. `is_final`: trying again cannot help."""
 
     now: float
     save_id: SaveId
@@ -167,7 +167,7 @@ class Copied:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmirroredFound:
-    """The answer to ScanUnmirrored, the oldest first."""
+    """Result of ScanUnmirrored: the checkpoints, the oldest first, or the error."""
 
     now: float
     root: str

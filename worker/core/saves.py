@@ -68,7 +68,7 @@ from asyncckpt_worker.core.model import (
 )
 from asyncckpt_worker.core.runs import RunRegistry
 from asyncckpt_worker.core.tables import Tables
-from asyncckpt_worker.mirrors.schedule import Copy, MirrorRegistry
+from asyncckpt_worker.mirrors.schedule import MirrorCopy, MirrorRegistry
 
 
 class SaveRegistry:
@@ -398,7 +398,7 @@ class SaveRegistry:
         if first.request is not None and first.request.mirror and not self._t.is_followed(save.save_id):
             nbytes = sum(int(entry.report.get("nbytes", entry.nbytes)) for entry in save.ranks.values())
             self._mirrors.committed(
-                Copy(
+                MirrorCopy(
                     save.save_id,
                     first.path,
                     first.request.mirror,

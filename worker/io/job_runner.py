@@ -398,7 +398,7 @@ class JobRunner:
                 self._run("prepare", action, lambda _: self._lineage(action), action.path)
             case ac.CopyToMirror():
                 # In the lane of the destination, so that a destination that hangs does not block other lanes.
-                place = action.mirror if action.copies else action.path
+                place = action.mirror if action.is_ours else action.path
                 self._run("mirror", action, lambda _: self._copy(action), place)
             case ac.ScanUnmirrored():
                 self._run("mirror", action, lambda _: self._unmirrored(action), action.root)
@@ -538,10 +538,11 @@ class JobRunner:
 
     def _copy(self, action: ac.CopyToMirror) -> ev.Copied:
         try:
-            report = self._mirrorer.copy(action) if action.copies else self._mirrorer.look(action)
+            report = self._mirrorer.copy(action) if action.is_ours else {}
+            is_done = action.is_ours or self._mirrorer.is_copied(action)
         except Exception as error:
             return _not_copied(action, error)
-        return ev.Copied(now=time.monotonic(), save_id=action.save_id, is_done=report is not None, report=report or {})
+        return ev.Copied(now=time.monotonic(), save_id=action.save_id, is_done=is_done, report=report)
 
     def _unmirrored(self, action: ac.ScanUnmirrored) -> ev.UnmirroredFound:
         try:
