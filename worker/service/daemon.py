@@ -25,7 +25,8 @@ from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.machine import Core
 from asyncckpt_worker.core.model import Slot
 from asyncckpt_worker.core.status import with_progress
-from asyncckpt_worker.io.job_runner import JobRunner, Lanes, failed_result
+from asyncckpt_worker.io.job_runner import JobRunner, failed_result
+from asyncckpt_worker.io.lanes import Lanes
 from asyncckpt_worker.io.node_sockets import NodeSockets
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.writer import Writer

@@ -17,7 +17,8 @@ from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.io import job_runner
 from asyncckpt_worker.io import writer as writer_module
-from asyncckpt_worker.io.job_runner import Job, JobRunner, Lanes
+from asyncckpt_worker.io.job_runner import JobRunner
+from asyncckpt_worker.io.lanes import Job, Lanes
 from asyncckpt_worker.io.writer import Writer
 from tests.storage_samples import OTHER_ID, SAVE_ID, FailingFiles, Snapshot, failing
 
