@@ -389,13 +389,14 @@ class Follower:
                 self._t.run_guarded("", self._send, followed, whole)
 
     def _send(self, followed: _Followed, whole: bool) -> None:
-        tables = {
-            "ranks": self._new(followed, "rank", self._rank_rows(followed), whole=whole),
-            "failures": self._new(followed, "failure", self._failure_rows(followed), whole=whole),
-            "withdrawals": self._new(followed, "withdrawal", _withdrawal_rows(followed), whole=whole),
-            "questions": self._new(followed, "question", _question_rows(followed), whole=whole),
-            "parts": self._new(followed, "part", self._part_rows(followed), whole=whole),
+        rows: dict[str, Iterable[Row]] = {
+            "ranks": self._rank_rows(followed),
+            "failures": self._failure_rows(followed),
+            "withdrawals": _withdrawal_rows(followed),
+            "questions": _question_rows(followed),
+            "parts": self._part_rows(followed),
         }
+        tables = {name: _rows_to_send(followed, name, found, whole=whole) for name, found in rows.items()}
         if whole:
             followed.full_sent_at = self._t.now
         elif not any(tables.values()):
@@ -413,18 +414,6 @@ class Follower:
                 **page,
             )
             self._t.actions.append(Relay(run=followed.run.run_id, route=b"", message=report))
-
-    def _new(self, followed: _Followed, kind: str, rows: Iterable[Row], *, whole: bool) -> list[Row]:
-        """Return the rows that have changed since they were sent; all rows if `whole`."""
-        before, found = followed.sent.get(kind, {}), list[Row]()
-        now: dict[Any, Row] = {}
-        for row in rows:
-            key = (row.get("save_id", row.get("path", "")), row.get("rank", -1))
-            now[key] = {name: value for name, value in row.items() if name not in ("request", "result", "report")}
-            if whole or before.get(key) != now[key]:
-                found.append(row)
-        followed.sent[kind] = now
-        return found
 
     def _rank_rows(self, followed: _Followed) -> Iterator[Row]:
         """Yield the rows of ranks.
@@ -506,6 +495,19 @@ def _is_complete_there(entry: RankSave) -> bool:
 def _former_may_know(followed: _Followed, entry: RankSave) -> bool:
     """Whether a rank's part was reported to a former leader, or may have been by a dead worker."""
     return entry.from_dead_worker or entry.reported_to not in ("", followed.run.leader)
+
+
+def _rows_to_send(followed: _Followed, table: str, rows: Iterable[Row], *, whole: bool) -> list[Row]:
+    """Return the rows of a table that have changed since they were sent; all rows if `whole`."""
+    before, found = followed.sent.get(table, {}), list[Row]()
+    now: dict[Any, Row] = {}
+    for row in rows:
+        key = (row.get("save_id", row.get("path", "")), row.get("rank", -1))
+        now[key] = {name: value for name, value in row.items() if name not in ("request", "result", "report")}
+        if whole or before.get(key) != now[key]:
+            found.append(row)
+    followed.sent[table] = now
+    return found
 
 
 def _failure(save_id: str, outcome: str, error: Mapping[str, Any]) -> Row:
