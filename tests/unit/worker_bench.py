@@ -45,13 +45,13 @@ def all_saves(tables: Tables) -> list[Save | EndedSave]:
     return list({save.save_id: save for save in (*tables.ended, *tables.saves.values())}.values())
 
 
-def all_entries(tables: Tables) -> Iterator[tuple[Save | EndedSave, RankSave]]:
+def all_parts(tables: Tables) -> Iterator[tuple[Save | EndedSave, RankSave]]:
     """Yield all ranks of all saves that a core knows."""
     for save in all_saves(tables):
         for rank in save.ranks:
-            entry = tables.entry((save.save_id, rank))
-            assert entry is not None
-            yield save, entry
+            part = tables.part((save.save_id, rank))
+            assert part is not None
+            yield save, part
 
 
 class WatchedHistory(History):
@@ -76,7 +76,7 @@ class WatchedBrain(Core):
 
     def parts(self) -> list[RankSave]:
         """Return the parts of all ranks in all saves."""
-        return [*self.history.parts, *(entry for _, entry in self.tables.entries())]
+        return [*self.history.parts, *(part for _, part in self.tables.parts())]
 
 
 class FakeResources:
@@ -199,8 +199,8 @@ class Bench:
         return self.feed(ev.SlotRead, slot=slot, generation=generation, request=request)
 
     def phase(self, save_id: str = FIRST, rank: int = 0) -> str | None:
-        entry = self.core.tables.entry((save_id, rank))
-        return entry.phase if entry else None
+        part = self.core.tables.part((save_id, rank))
+        return part.phase if part else None
 
     def row(self, save_id: str = FIRST, peer: bytes = b"p") -> Any:
         reply = self.say(m.Heartbeat, peer, saves=(save_id,))

@@ -231,23 +231,23 @@ class SnapshotRegistry:
         found.sort(key=lambda f: f[1].save_id, reverse=True)
         rows: list[Wire] = []
         nbytes = 0
-        for slot, save, entry in found[:MAX_TABLE]:
-            nbytes += _ROW_NBYTES + len(entry.path.encode())
+        for slot, save, part in found[:MAX_TABLE]:
+            nbytes += _ROW_NBYTES + len(part.path.encode())
             if nbytes > MAX_ROWS_NBYTES:
                 break
-            rows.append(_row(slot, save, entry))
+            rows.append(_row(slot, save, part))
             if m.hold:
                 slot.held_by.add(session.name)
                 session.holds.add(slot.number)
         return Recalled(id=m.id, parts=tuple(rows))
 
 
-def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
+def _row(slot: Slot, save: Save, part: RankSave) -> Wire:
     return {
         "save_id": save.save_id,
-        "step": entry.step,
-        "path": entry.path,
-        "rank": entry.rank,
+        "step": part.step,
+        "path": part.path,
+        "rank": part.rank,
         "world_size": save.world_size,
         "whole": True,
         "committed": _committed(save),
@@ -255,20 +255,20 @@ def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
         "fd": slot.fd,
         "nbytes": slot.nbytes,
         "token": slot.token,
-        "generation": entry.generation,
-        "inode": entry.directory_identity.inode,
-        "birth_ns": entry.directory_identity.birth_ns,
+        "generation": part.generation,
+        "inode": part.directory_identity.inode,
+        "birth_ns": part.directory_identity.birth_ns,
     }
 
 
 def _snapshot_in(slot: Slot) -> tuple[Save, RankSave] | None:
     """Return save and part of the sealed snapshot in a slot, by its last read; its trainer may open it any time."""
-    if slot.part is None or slot.fd < 0 or slot.reopened:
+    if slot.last is None or slot.fd < 0 or slot.reopened:
         return None
-    entry = slot.part[1]
-    if entry.is_open or entry.slot != slot.number or entry.ring or entry.generation != slot.accepted_generation:
+    part = slot.last[1]
+    if part.is_open or part.slot != slot.number or part.ring or part.generation != slot.accepted_generation:
         return None
-    return slot.part
+    return slot.last
 
 
 def _is_whole(save: Save) -> bool:
@@ -281,4 +281,4 @@ def _committed(save: Save) -> bool:
 
 def is_in_flight(slot: Slot) -> bool:
     """Whether a save needs a slot until it has ended."""
-    return slot.part is not None and slot.part[1].in_flight and slot.part[1].slot == slot.number
+    return slot.last is not None and slot.last[1].in_flight and slot.last[1].slot == slot.number

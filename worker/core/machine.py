@@ -192,7 +192,7 @@ class Shutdown:
     def _staging(self, drain_deadline: float) -> bool:
         """Whether a drain waits for trainers that are staging; each save has `staging_grace_s` from its begin."""
         t = self._t
-        begun = [e.begun_at for _, e in t.entries() if e.is_open]
+        begun = [e.begun_at for _, e in t.parts() if e.is_open]
         for begun_at in begun:
             until = min(drain_deadline, begun_at + self._config.staging_grace_s)
             self._grace_deadline = max(self._grace_deadline, until)

@@ -192,7 +192,7 @@ class Slot:
     accepted_generation: int = -1
     """The highest generation whose sealed snapshot was accepted; none at or below it is accepted again."""
 
-    part: tuple[Save, RankSave] | None = None
+    last: tuple[Save, RankSave] | None = None
     """The last save that used it, and its rank's part; kept after the save has ended."""
 
     opened: bool = False
@@ -235,7 +235,7 @@ class Slot:
     @property
     def key(self) -> SaveKey | None:
         """The save and rank that used it last."""
-        return None if self.part is None else (self.part[0].save_id, self.part[1].rank)
+        return None if self.last is None else (self.last[0].save_id, self.last[1].rank)
 
     @property
     def state(self) -> str:
@@ -368,7 +368,7 @@ class Save:
     """Paths that its ranks have named."""
 
     declarations: dict[tuple[Any, ...], RankSave] = field(default_factory=dict)
-    """Settings that all ranks must share (`agreement`) -> the first rank with them. One entry while all ranks agree."""
+    """Settings that all ranks must share (`agreement`) -> the first rank with them. One part while all ranks agree."""
 
     sealed: set[int] = field(default_factory=set)
     """Ranks that have sealed it and whose part has not ended."""
@@ -455,19 +455,19 @@ class Save:
         """Whether a rank has sealed it and it has not ended, or a job is outstanding."""
         return self.jobs > 0 or bool(self.sealed)
 
-    def add(self, entry: RankSave) -> None:
+    def add(self, part: RankSave) -> None:
         """Add a rank's part."""
-        self.ranks[entry.rank] = entry
-        self.paths.add(entry.path)
-        self.timeout_s = min(self.timeout_s, entry.commit_timeout_s)
+        self.ranks[part.rank] = part
+        self.paths.add(part.path)
+        self.timeout_s = min(self.timeout_s, part.commit_timeout_s)
 
-    def count_phase(self, entry: RankSave, was: str) -> None:
+    def count_phase(self, part: RankSave, was: str) -> None:
         """Update `sealed` and `n_durable` after a phase change from `was`."""
-        if entry.in_flight:
-            self.sealed.add(entry.rank)
+        if part.in_flight:
+            self.sealed.add(part.rank)
         else:
-            self.sealed.discard(entry.rank)
-        self.n_durable += (entry.phase == DURABLE) - (was == DURABLE)
+            self.sealed.discard(part.rank)
+        self.n_durable += (part.phase == DURABLE) - (was == DURABLE)
 
 
 MAX_DIRECTORIES = 64

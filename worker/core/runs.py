@@ -160,10 +160,10 @@ class RunRegistry:
                 if not save.has_sealed(rank):
                     return ABANDONED, not_sealed(save, rank, run.departed[rank])
         for rank in sorted(run.departed):
-            entry = save.ranks.get(rank)
-            if entry is not None and entry.needs_consent:
+            part = save.ranks.get(rank)
+            if part is not None and part.needs_consent:
                 detail = f"its pre_commit hook has not consented: {run.departed[rank]}"
-                return FAILED, failed(save, entry, "vetoed", detail)
+                return FAILED, failed(save, part, "vetoed", detail)
         return None
 
     # ---- the table --------------------------------------------------------------------------------------------------

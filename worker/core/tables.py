@@ -57,7 +57,7 @@ class EndedSave:
         self.save_id, self.world_size, self.outcome = save.save_id, save.world_size, save.outcome
         self.error, self.complete = save.error, save.complete
         self.path, self.step, self.directory_identity = first.path, first.step, first.directory_identity
-        self.begun_at = min(entry.begun_at for entry in save.ranks.values())
+        self.begun_at = min(part.begun_at for part in save.ranks.values())
         self.directories: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
         self._columns: tuple[Column, ...] = ((),) * len(_COLUMNS)
@@ -68,15 +68,15 @@ class EndedSave:
     def add(self, save: Save, intern: Intern) -> None:
         """Add the ranks of a save; called again for ranks that came after the end."""
         rows = {rank: self._row(at) for at, rank in enumerate(self.ranks)}
-        for rank, entry in save.ranks.items():
-            rows[rank] = tuple(getattr(entry, name) for name in _COLUMNS)
+        for rank, part in save.ranks.items():
+            rows[rank] = tuple(getattr(part, name) for name in _COLUMNS)
             self._errors.pop(rank, None)
-            if entry.error is not self.error:
-                self._errors[rank] = entry.error
-            if entry.report:
-                self.reports[rank] = entry.report
-            if entry.directory_identity != NO_IDENTITY:
-                self.directory_identity = entry.directory_identity
+            if part.error is not self.error:
+                self._errors[rank] = part.error
+            if part.report:
+                self.reports[rank] = part.report
+            if part.directory_identity != NO_IDENTITY:
+                self.directory_identity = part.directory_identity
         self.ranks = intern(tuple(sorted(rows)))
         values = zip(*(rows[rank] for rank in self.ranks), strict=True)
         self._columns = tuple(column[0] if len(set(column)) == 1 else intern(column) for column in values)
@@ -85,7 +85,7 @@ class EndedSave:
     def _row(self, at: int) -> tuple[Any, ...]:
         return tuple(column[at] if isinstance(column, tuple) else column for column in self._columns)
 
-    def entry(self, rank: int) -> RankSave | None:
+    def part(self, rank: int) -> RankSave | None:
         """Return a new `RankSave` with the end of a rank's part; None if the rank has no part."""
         at = bisect_left(self.ranks, rank)
         if at == len(self.ranks) or self.ranks[at] != rank:
@@ -116,9 +116,9 @@ class EndedSave:
         save = Save(self.save_id, self.world_size, outcome=self.outcome, error=self.error)
         save.complete, save.end_reported = self.complete, True
         for rank in ranks:
-            if (entry := self.entry(rank)) is not None:
-                save.ranks[rank] = entry
-                save.paths.add(entry.path)
+            if (part := self.part(rank)) is not None:
+                save.ranks[rank] = part
+                save.paths.add(part.path)
         return save
 
 
@@ -260,7 +260,7 @@ class Tables:
         save = self.find(save_id)
         if isinstance(save, Save) and save.ranks:
             first = save.ranks[min(save.ranks)]
-            path, steps = first.path, [entry.step for entry in save.ranks.values() if entry.step is not None]
+            path, steps = first.path, [part.step for part in save.ranks.values() if part.step is not None]
             step = steps[0] if steps else None
         elif isinstance(save, EndedSave):
             path, step = save.path, save.step
@@ -291,7 +291,7 @@ class Tables:
         """Add a LogFault action: a bug, which ends save `save_id` ("": none)."""
         self.actions.append(LogFault(save_id=save_id, error=error))
 
-    def entry(self, key: SaveKey | None) -> RankSave | None:
+    def part(self, key: SaveKey | None) -> RankSave | None:
         """Return a rank's part in a save, open or ended, or None."""
         if key is None:
             return None
@@ -299,7 +299,7 @@ class Tables:
         if save is not None and (found := save.ranks.get(key[1])) is not None:
             return found
         ended = self.ended.get(key[0])
-        return ended.entry(key[1]) if ended is not None else None
+        return ended.part(key[1]) if ended is not None else None
 
     def find(self, save_id: str) -> Save | EndedSave | None:
         """Return a save, open or ended, or None."""
@@ -312,9 +312,9 @@ class Tables:
             late = ended.reopened(ranks)
             if save is None:
                 save = self.saves[save_id] = late
-            for entry in late.ranks.values():
-                if entry.rank not in save.ranks:
-                    save.add(entry)
+            for part in late.ranks.values():
+                if part.rank not in save.ranks:
+                    save.add(part)
         return save
 
     def of_call(self, call: str) -> list[Save | EndedSave]:
@@ -332,9 +332,9 @@ class Tables:
         """Return the run of a save, or None if it is unknown."""
         return self.runs.get(save_id.run_id)
 
-    def entries(self) -> Iterable[tuple[Save, RankSave]]:
+    def parts(self) -> Iterable[tuple[Save, RankSave]]:
         """Yield every part in `saves`, with its save."""
-        return ((save, entry) for save in self.saves.values() for entry in save.ranks.values())
+        return ((save, part) for save in self.saves.values() for part in save.ranks.values())
 
     def is_followed(self, save_id: SaveId) -> bool:
         """Whether another worker leads the run of this save."""

@@ -301,7 +301,7 @@ def test_ranks_of_which_one_had_not_heard_of_the_commit_have_it_in_memory_togeth
         bench.feed(ev.Died, session="1" * 16)
         bench.read(slots[0], generation=4, world_size=2)
         assert not bench.of(ac.FreeSlot)
-    if bench.core.tables.entry((FIRST, 1)).preparing:  # type: ignore[union-attr]
+    if bench.core.tables.part((FIRST, 1)).preparing:  # type: ignore[union-attr]
         bench.feed(ev.Prepared, key=(FIRST, 1), committed=True)
     assert bench.phase(FIRST, 1) == "committed"
     bench.feed(ev.Tick)

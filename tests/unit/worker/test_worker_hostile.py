@@ -207,9 +207,9 @@ class Mob(Bench):
         }
         if held is not None and self.rng.random() < 0.7:
             changes |= {"rank": held.rank, "world_size": held.world_size}
-            entry = self.core.tables.entry(held.key)
-            if entry is not None and held.key is not None:
-                changes |= {"save_id": held.key[0], "path": entry.path, "step": entry.step}
+            part = self.core.tables.part(held.key)
+            if part is not None and held.key is not None:
+                changes |= {"save_id": held.key[0], "path": part.path, "step": part.step}
         return SaveRequest(**{f.name: changes.get(f.name, getattr(REQUEST, f.name)) for f in fields(REQUEST)})
 
     def check(self) -> None:

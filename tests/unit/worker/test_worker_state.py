@@ -638,7 +638,7 @@ def test_a_rank_may_leave_the_step_to_rank_0(
     for rank in (first_to_seal, 1 - first_to_seal):
         bench.submit(slots[rank], peer=peers[rank])
         bench.read(slots[rank], rank=rank, world_size=2, step=steps[rank])
-    assert {entry.step for entry in bench.core.tables.saves[FIRST].ranks.values()} == {5}
+    assert {part.step for part in bench.core.tables.saves[FIRST].ranks.values()} == {5}
     for rank in (1, 0):
         bench.feed(ev.Written, key=(FIRST, rank), result="r")
     assert [request.step for request in bench.of(ac.Commit)[0].requests] == [5, None]

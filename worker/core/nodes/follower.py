@@ -256,8 +256,8 @@ class Follower:
         followed.acknowledged_departures.clear()
         followed.full_sent_at = float("-inf")
         for save in self._t.open_saves(followed.run.run_id):
-            for entry in save.ranks.values():
-                entry.acknowledged = ""
+            for part in save.ranks.values():
+                part.acknowledged = ""
         mine = [s for s in (*self._t.ended, *self._t.saves.values()) if s.save_id.run_id == run_id and s.error]
         for ended in [s for s in mine if s.outcome in (FAILED, ABANDONED, UNKNOWN)][-MAX_UNACKNOWLEDGED:]:
             error = ended.error or {}
@@ -298,9 +298,9 @@ class Follower:
         if save is None or save.outcome is not None:
             return None
         for rank, phase in row["known"]:
-            entry = save.ranks.get(rank)
-            if entry is not None and PHASE_ORDER[phase] > PHASE_ORDER[entry.acknowledged]:
-                entry.acknowledged = phase
+            part = save.ranks.get(rank)
+            if part is not None and PHASE_ORDER[phase] > PHASE_ORDER[part.acknowledged]:
+                part.acknowledged = phase
                 if rank in followed.run.departed:
                     self._t.to_report.add(followed.run.run_id)  # see `_rank_rows`
         if not outcome:
@@ -314,8 +314,8 @@ class Follower:
             if e.rank in followed.attempts
         ):
             return None
-        for entry in save.ranks.values():
-            entry.report.update(row["report"])
+        for part in save.ranks.values():
+            part.report.update(row["report"])
         if outcome == COMMITTED:
             return self._saves.found_committed(save, row["report"])  # its recovery may still be in progress
         return self._saves.end_here(save, outcome, row["error"])
@@ -427,9 +427,9 @@ class Follower:
                 continue
             reason = run.departed.get(rank, "")[:MAX_TEXT_CHARS]
             if reason and any(
-                _is_unacknowledged(entry)
+                _is_unacknowledged(part)
                 for save in self._t.open_saves(followed.run.run_id)
-                if (entry := save.ranks.get(rank)) is not None and entry.request is not None
+                if (part := save.ranks.get(rank)) is not None and part.request is not None
             ):
                 reason = ""
             yield {"rank": rank, "attempt": followed.attempts[rank], "gone": reason}
@@ -443,14 +443,14 @@ class Follower:
     def _part_rows(self, followed: _Followed) -> Iterator[Row]:
         run = followed.run
         for save in self._t.open_saves(followed.run.run_id) if run.leader else ():
-            for rank, entry in save.ranks.items():
-                if rank in followed.attempts and not entry.ended:
-                    entry.reported_to = entry.reported_to or run.leader
-                    yield part_row(save.save_id, entry, recovering=_former_may_know(followed, entry))
+            for rank, part in save.ranks.items():
+                if rank in followed.attempts and not part.ended:
+                    part.reported_to = part.reported_to or run.leader
+                    yield part_row(save.save_id, part, recovering=_former_may_know(followed, part))
 
     def _has_unacknowledged(self, followed: _Followed) -> bool:
         """Whether the leader has not acknowledged everything yet."""
-        open_parts = (entry for save in self._t.open_saves(followed.run.run_id) for entry in save.ranks.values())
+        open_parts = (part for save in self._t.open_saves(followed.run.run_id) for part in save.ranks.values())
         departed = {rank for rank in followed.run.departed if rank in followed.attempts}
         return bool(
             followed.unacknowledged_failures
@@ -483,18 +483,18 @@ class Follower:
         return any(self._has_unacknowledged(f) and now - f.last_message_at < PRESENT_S for f in self._followed.values())
 
 
-def _is_unacknowledged(entry: RankSave) -> bool:
-    return PHASE_ORDER[entry.acknowledged] < PHASE_ORDER[known_phase(entry)]
+def _is_unacknowledged(part: RankSave) -> bool:
+    return PHASE_ORDER[part.acknowledged] < PHASE_ORDER[known_phase(part)]
 
 
-def _is_complete_there(entry: RankSave) -> bool:
+def _is_complete_there(part: RankSave) -> bool:
     """Whether the leader needs nothing more of this part: it is durable, and its hook, if it has one, has consented."""
-    return entry.acknowledged == (CONSENTED if entry.has_consented else DURABLE) and not entry.needs_consent
+    return part.acknowledged == (CONSENTED if part.has_consented else DURABLE) and not part.needs_consent
 
 
-def _former_may_know(followed: _Followed, entry: RankSave) -> bool:
+def _former_may_know(followed: _Followed, part: RankSave) -> bool:
     """Whether a rank's part was reported to a former leader, or may have been by a dead worker."""
-    return entry.from_dead_worker or entry.reported_to not in ("", followed.run.leader)
+    return part.from_dead_worker or part.reported_to not in ("", followed.run.leader)
 
 
 def _rows_to_send(followed: _Followed, table: str, rows: Iterable[Row], *, whole: bool) -> list[Row]:

@@ -278,9 +278,9 @@ class Leader:
         for session in [s for s in self._t.sessions.values() if s.follower == follower.name]:
             self._detach_rank(session, why)
             for save in [s for s in self._t.saves.values() if s.outcome is None and not s.committing]:
-                entry = save.ranks.get(session.rank)
-                if entry is not None and entry.follower == follower.name and _is_unfinished(entry):
-                    self._saves.end(save, FAILED, worker_lost(save, entry, why))
+                part = save.ranks.get(session.rank)
+                if part is not None and part.follower == follower.name and _is_unfinished(part):
+                    self._saves.end(save, FAILED, worker_lost(save, part, why))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -292,57 +292,57 @@ class Leader:
             return
         session = self._session(follower, rank)
         self._reassign_part(follower, session, save_id)
-        save, entry = self._t.find(save_id), self._t.entry((save_id, rank))
-        if entry is None and save is not None and save.outcome == COMMITTED:
+        save, part = self._t.find(save_id), self._t.part((save_id, rank))
+        if part is None and save is not None and save.outcome == COMMITTED:
             return  # the former leader committed it, with all ranks
-        if entry is None:
+        if part is None:
             if self._admission.refuse_other_world(session, save_id) is None:
                 self._admission.begin(session, begin_of(row), resumed=row["recovering"])
-            entry = self._t.entry((save_id, rank))
-        if entry is None or entry.follower != follower.name or entry.ended:
+            part = self._t.part((save_id, rank))
+        if part is None or part.follower != follower.name or part.ended:
             return
-        if row["streamed"] and entry.is_open and (not entry.streaming or (entry.written_at == inf) != row["writing"]):
-            entry.streaming, entry.written_at = True, inf if row["writing"] else self._t.now
+        if row["streamed"] and part.is_open and (not part.streaming or (part.written_at == inf) != row["writing"]):
+            part.streaming, part.written_at = True, inf if row["writing"] else self._t.now
             self._t.touched[(save_id, rank)] = None
         try:
             request = request_of(row)
             result = unpack_result(row["result"], save_id, rank) if "result" in row else None
         except (ValueError, TypeError, KeyError, AsyncCkptError) as error:
-            return self._fail_unreadable_part(save_id, entry, error)
-        if request is not None and entry.is_open:
+            return self._fail_unreadable_part(save_id, part, error)
+        if request is not None and part.is_open:
             slot = Slot(0, 0, session.name, rank, session.world_size, 0, follower=follower.name)
             self._admission.accept_sealed(slot, 1, request)
         opened = self._t.saves.get(save_id)
-        if result is not None and opened is not None and entry.request is not None and entry.result is None:
-            self._saves.written_remotely(opened, entry, result, row.get("report", {}))
+        if result is not None and opened is not None and part.request is not None and part.result is None:
+            self._saves.written_remotely(opened, part, result, row.get("report", {}))
         if "consent" in row:
             consent = Consent(id=0, save_id=save_id, granted=row["consent"], reason=row.get("reason", ""))
-            needed = entry.needs_consent
+            needed = part.needs_consent
             self._admission.consent(session, consent)
-            if needed and not entry.needs_consent:  # the follower need not repeat it
+            if needed and not part.needs_consent:  # the follower need not repeat it
                 self._pending_rows.setdefault(follower.name, {})[save_id] = None
 
-    def _fail_unreadable_part(self, save_id: str, entry: RankSave, error: Exception) -> None:
+    def _fail_unreadable_part(self, save_id: str, part: RankSave, error: Exception) -> None:
         """End the save of a part that cannot be decoded, at once rather than by its deadline."""
-        text = f"the report of the worker of rank {entry.rank} cannot be decoded: {error!r}"
+        text = f"the report of the worker of rank {part.rank} cannot be decoded: {error!r}"
         self._t.log("error", text, save_id=save_id, count="protocol_errors")
         save = self._t.saves.get(save_id)
         if save is not None and save.outcome is None and not save.committing:
-            self._saves.end(save, FAILED, failed(save, entry, "protocol", text))
+            self._saves.end(save, FAILED, failed(save, part, "protocol", text))
 
     def _reassign_part(self, follower: _FollowerRecord, session: Session, save_id: str) -> None:
         """Assign an open part of a rank to its new worker.
 
         What the former worker reported stays; the new one reports the same.
         """
-        entry = self._t.entry((save_id, session.rank))
-        if entry is None or entry.follower in ("", follower.name) or session.run != follower.run_id:
+        part = self._t.part((save_id, session.rank))
+        if part is None or part.follower in ("", follower.name) or session.run != follower.run_id:
             return
         save = self._t.find_or_reopen(save_id, session.rank)
         assert save is not None
-        entry = save.ranks[session.rank]
-        entry.follower, entry.session = follower.name, session.name
-        entry.streaming = False
+        part = save.ranks[session.rank]
+        part.follower, part.session = follower.name, session.name
+        part.streaming = False
         text = f"rank {session.rank} continues with another worker"
         self._t.log("info", text, save_id=save_id, session=session.name, count="ranks_resumed")
 
@@ -363,11 +363,11 @@ class Leader:
 
     def _fail_orphaned(self, follower: _FollowerRecord, row: Row) -> bool:
         """End a save whose rank reports that no worker continues its sealed part; return whether the row is handled."""
-        save, entry = self._t.saves.get(row["save_id"]), self._t.entry((row["save_id"], row["rank"]))
-        if entry is None or entry.follower in ("", follower.name) or entry.is_open:
+        save, part = self._t.saves.get(row["save_id"]), self._t.part((row["save_id"], row["rank"]))
+        if part is None or part.follower in ("", follower.name) or part.is_open:
             return False
-        if save is not None and save.outcome is None and not save.committing and _is_unfinished(entry):
-            self._saves.end(save, FAILED, worker_lost(save, entry, row["reason"] or "no worker continues its part"))
+        if save is not None and save.outcome is None and not save.committing and _is_unfinished(part):
+            self._saves.end(save, FAILED, worker_lost(save, part, row["reason"] or "no worker continues its part"))
         return True
 
     def _take_question(self, follower: _FollowerRecord, row: Row) -> None:
@@ -416,9 +416,9 @@ class Leader:
             return
         for save_id, rank in (*self._t.touched, *self._t.changed):
             save = self._t.saves.get(save_id)
-            entry = save.ranks.get(rank) if save is not None else None
-            if entry is not None and entry.follower:
-                pending.setdefault(entry.follower, {})[save_id] = None
+            part = save.ranks.get(rank) if save is not None else None
+            if part is not None and part.follower:
+                pending.setdefault(part.follower, {})[save_id] = None
         rows: dict[str, dict[str, Any]] = {}  # built once for all followers, as are the failed copies of a run
         repeated: dict[str, list[SaveId]] = {}
         for name, follower in self._followers.items():
@@ -463,9 +463,9 @@ class Leader:
         save = self._t.find(save_id)
         if save_id not in rows:
             rows[save_id] = self._common_row(save_id, save)
-        parts = {rank: self._t.entry((save_id, rank)) for rank in sorted(follower.ranks)}
-        mine = {rank: entry for rank, entry in parts.items() if entry is not None and entry.follower == follower.name}
-        known = [(rank, _phase_of(entry) or OPEN) for rank, entry in mine.items()]
+        parts = {rank: self._t.part((save_id, rank)) for rank in sorted(follower.ranks)}
+        mine = {rank: part for rank, part in parts.items() if part is not None and part.follower == follower.name}
+        known = [(rank, _phase_of(part) or OPEN) for rank, part in mine.items()]
         refused = sorted(follower.refused.get(save_id, set()) - mine.keys())
         known += [(rank, OPEN) for rank in refused]
         row = {**rows[save_id], "known": known[:MAX_TABLE]}
@@ -480,7 +480,7 @@ class Leader:
                     "error": late.error or part_rejected(save_id, late.rank),
                     "report": {},
                 }
-            report = next((dict(entry.report) for entry in mine.values()), {})
+            report = next((dict(part.report) for part in mine.values()), {})
             return {**row, "report": report}
         if row["outcome"]:
             error = next((e.error for e in mine.values() if e.ended and e.error), None)
@@ -554,12 +554,12 @@ def _run_of(row: Row) -> str:
     return SaveId.parse(row["save_id"]).run_id
 
 
-def _is_unfinished(entry: RankSave) -> bool:
-    return entry.phase != DURABLE or entry.needs_consent
+def _is_unfinished(part: RankSave) -> bool:
+    return part.phase != DURABLE or part.needs_consent
 
 
-def _phase_of(entry: RankSave) -> str:
+def _phase_of(part: RankSave) -> str:
     """Return the phase of a part to acknowledge; "" once it has ended."""
-    if entry.result is None or entry.ended:
-        return reported_phase(entry)
-    return CONSENTED if entry.has_consented else DURABLE
+    if part.result is None or part.ended:
+        return reported_phase(part)
+    return CONSENTED if part.has_consented else DURABLE
