@@ -155,11 +155,11 @@ class Writer:
             reach("worker: writing")
             pieces = self._written[job.key] = []  # several threads append, which needs no lock
             try:
-                return filed(pieces)
+                return write_files(pieces)
             finally:
                 self._written.pop(job.key, None)
 
-        def filed(pieces: list[int]) -> tuple[RankResult, bool]:
+        def write_files(pieces: list[int]) -> tuple[RankResult, bool]:
             threads = min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS))
             files, progress = self._files_at(request.path), pieces.append
             with self._slots.use(job.slot) as memory:

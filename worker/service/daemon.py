@@ -18,7 +18,7 @@ from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
 from asyncckpt.storage.files import Files
-from asyncckpt_worker.bandwidth import Pace, files_for
+from asyncckpt_worker.bandwidth import RateLimiter, files_for
 from asyncckpt_worker.config import WorkerConfig, core_config
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
@@ -92,7 +92,7 @@ class Daemon:
         """`_has_owner` and `_is_memory_short` in the last Tick."""
         self._memory_pressure = MemoryPressure()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
-        self._mirrorer = Mirrorer(files or Files(), config.roots, Pace(config.max_mirror_bandwidth).wait)
+        self._mirrorer = Mirrorer(files or Files(), config.roots, RateLimiter(config.max_mirror_bandwidth).wait)
         self._lanes = Lanes(self._writer.threads)
         self._jobs = JobRunner(self._lanes, self._slots, self._writer, self._mirrorer, self.metrics.count)
         self._started = time.monotonic()
