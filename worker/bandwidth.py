@@ -15,7 +15,7 @@ ALIGNMENT = 1 << 20
 """Alignment of pieces, since direct writes must begin and end at device blocks; large, since calls cost time."""
 
 
-class Pace:
+class RateLimiter:
     """Limits a rate of bytes, over all threads.
 
     Args:
@@ -42,28 +42,28 @@ class Pace:
             self._sleep(begins - now)
 
 
-class PacedFiles(Files):
+class RateLimitedFiles(Files):
     """File calls whose writes are limited to a rate, over all threads. Other calls are not limited.
 
     Args:
         rate: Bytes per second, `ALIGNMENT` or more.
-        clock, sleep: As of `Pace`.
+        clock, sleep: As of `RateLimiter`.
     """
 
     def __init__(
         self, rate: int, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         super().__init__()
-        self._pace = Pace(rate, clock, sleep)
+        self._limiter = RateLimiter(rate, clock, sleep)
         self._piece_nbytes = max(ALIGNMENT, rate // PIECES_PER_SECOND // ALIGNMENT * ALIGNMENT)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
         """Write a piece of `buffer` when the rate allows it, and return its size. Blocks until then."""
         piece = buffer[: self._piece_nbytes]
-        self._pace.wait(len(piece))
+        self._limiter.wait(len(piece))
         return super().pwrite(fd, piece, offset)
 
 
 def files_for(rate: int) -> Files:
     """Return the file calls for so many bytes per second; 0: no limit."""
-    return PacedFiles(rate) if rate else Files()
+    return RateLimitedFiles(rate) if rate else Files()

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return serve(config, claimed=wait_for_endpoint(config.endpoint, Supervisor(os.environ, os.getpid())))
         if options.detach:
             return _detached(config)
-        return _kept(config) if config.while_pid and config.log_file else serve(config)
+        return _owned(config) if config.while_pid and config.log_file else serve(config)
     except ConfigError as error:
         print(f"asyncckpt-worker: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -123,7 +123,7 @@ def _detached(config: WorkerConfig) -> int:
     return serve(config, claimed=(path, lock), own_log=log_file)
 
 
-def _kept(config: WorkerConfig) -> int:
+def _owned(config: WorkerConfig) -> int:
     """Serve in the foreground for the program that started this worker; the worker limits the size of its log."""
     from asyncckpt_worker.service.log import keep_tail, redirect_output
 
@@ -150,9 +150,9 @@ def serve(config: WorkerConfig, *, claimed: tuple[str, int] | None = None, own_l
         OSError: The log file cannot be opened.
     """
     from asyncckpt.memory.heap import return_large_blocks
+    from asyncckpt_worker.process_limits import lower_priority
     from asyncckpt_worker.service import log
     from asyncckpt_worker.service.daemon import Daemon
-    from asyncckpt_worker.service.metrics import lower_priority
 
     if config.log_file is not None and own_log is None:
         log.redirect_output(config.log_file)

@@ -65,11 +65,11 @@ class EpochCache:
         Raises:
             AsyncCkptError, OSError: What `ask` raises.
         """
-        parent, home = os.path.dirname(path), parent_of(mirror) if mirror else ""
+        parent, mirror_parent = os.path.dirname(path), parent_of(mirror) if mirror else ""
         known = self._known.get((run, parent), _NOTHING)
-        if home in known.mirrors:
+        if mirror_parent in known.mirrors:
             return known.epoch
-        seen = newest_seen(parent, home)
+        seen = newest_seen(parent, mirror_parent)
         least = _next_to(SaveId.parse(seen), run) if seen else 0
         brief = time.monotonic() - self._failed_at < EPOCH_RETRY_PERIOD_S
         try:
@@ -77,7 +77,7 @@ class EpochCache:
         except Exception:
             self._failed_at = time.monotonic()
             raise
-        self._known[run, parent] = _Known(found, known.mirrors | {home, ""})
+        self._known[run, parent] = _Known(found, known.mirrors | {mirror_parent, ""})
         return found
 
     def forget(self) -> None:

@@ -9,13 +9,10 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from asyncckpt.errors import WorkerUnavailableError
-from asyncckpt.protocol.endpoint import make_directory
+from asyncckpt.protocol.endpoint import ALREADY_SERVED, make_directory
 
 START_TIMEOUT_S = 30.0
 """How long the command may take. It returns once it has forked, usually within 0.1 s."""
-
-ALREADY_SERVED = "is already served by a running worker"
-"""Text of the command, which then exits with code 1, if another process has started a worker first: a success too."""
 
 WORKER_MODULE = "asyncckpt_worker.cli"
 """Its `main()` is the command `asyncckpt-worker`."""
@@ -69,7 +66,7 @@ def start_worker(endpoint: str, *, log_path: str | None = None, options: Sequenc
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _failed(endpoint, log_path, str(error)) from error
     output = done.stderr.decode(errors="replace").strip()
-    if done.returncode != 0 and ALREADY_SERVED not in output:
+    if done.returncode != 0 and ALREADY_SERVED not in output:  # another process has started one: a success too
         raise _failed(endpoint, log_path, output[-2000:] or f"exit code {done.returncode}")
 
 

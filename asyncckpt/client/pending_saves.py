@@ -1,5 +1,7 @@
 """The table of saves that have begun and not ended, on the trainer's side, and the completion of their futures.
 
+`Withdrawals` tells workers of the saves in which this rank does not take part.
+
 A row lives from `begin` until the worker reports that the save has ended. The slot is freed with the row, never before:
 the worker may still read the slot of a save whose future has timed out.
 """
@@ -327,8 +329,8 @@ class PendingSaves:
             future.fail(error)
 
 
-MAX_OPEN = 64
-"""How many withdrawals are kept until the worker has answered. More than saves are in flight at once."""
+MAX_WITHDRAWALS = 64
+"""Maximum number of withdrawals that are kept, of each kind. More than saves are in flight at once."""
 
 
 class Withdrawals:
@@ -355,7 +357,7 @@ class Withdrawals:
         with self._lock:
             if not self._alone:
                 self._open[save] = reason, skipped
-                while len(self._open) > MAX_OPEN:
+                while len(self._open) > MAX_WITHDRAWALS:
                     self._open.popitem(last=False)
         self._send_withdraw(save, reason, skipped)
 
@@ -381,7 +383,7 @@ class Withdrawals:
     def add_before_run_known(self, sequence: int, reason: str) -> None:
         """A save was declined before this rank knew its run."""
         with self._lock:
-            self._without_run = [*self._without_run, (sequence, reason)][-MAX_OPEN:]
+            self._without_run = [*self._without_run, (sequence, reason)][-MAX_WITHDRAWALS:]
 
     def send_for_run(self, run_id: str) -> None:
         """Withdraw what was declined before."""
@@ -404,5 +406,5 @@ class Withdrawals:
                 withdrawal = self._open.pop(save, None)
                 if withdrawal is not None:
                     self._answered[save] = withdrawal
-                while len(self._answered) > MAX_OPEN:
+                while len(self._answered) > MAX_WITHDRAWALS:
                     self._answered.popitem(last=False)

@@ -29,7 +29,7 @@ Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] |
 """Sends a request, made from its id; None when there is no session."""
 
 
-class Outcomes:
+class SaveOutcomes:
     """The outcomes of one run's saves, as its worker reports them in every `Saves` message. Thread-safe.
 
     The *outcome* of a save is whether all ranks meet again after it. Two things can keep this rank from learning it:
@@ -149,7 +149,7 @@ class Run(Protocol):
     rank: RankInfo
     run_id: str
     links: WorkerLinks
-    outcomes: Outcomes
+    outcomes: SaveOutcomes
 
     @property
     def alone(self) -> bool:

@@ -161,9 +161,9 @@ class Session:
 
         Args:
             deadline: `time.monotonic()` at which to give up.
-            start: Starts a worker at this endpoint; called when none answers within `start_after_s`, and
-                again every `START_RETRY_S`.
-            start_after_s: See `start`.
+            start: Starts a worker at this endpoint; called if none answers in time, and again every `START_RETRY_S`.
+                None: only wait for one.
+            start_after_s: How long a running worker may take to answer before `start` is called.
 
         Raises:
             WorkerUnavailableError: No worker answered in time, or no thread can be started.

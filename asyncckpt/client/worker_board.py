@@ -28,7 +28,7 @@ _SCOPE = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RES
 _counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 """How many meetings of each series this process has come to."""
 
-Call = Callable[[Callable[[int], messages.Message], float], messages.Message]
+SendRequest = Callable[[Callable[[int], messages.Message], float], messages.Message]
 """Sends a request, built from its id, to the worker and returns the reply. Raises WorkerUnavailableError after so many
 seconds, and the error with which the worker refuses."""
 
@@ -38,15 +38,15 @@ class BoardExchange(Exchange):
 
     Args:
         rank: Rank of this process.
-        call: Sends requests to the worker.
+        request: Sends a request to the worker, and returns the reply.
         timeout_s: Timeout of each request.
         environ: Defaults to `os.environ`.
     """
 
     def __init__(
-        self, rank: RankInfo, call: Call, *, timeout_s: float, environ: Mapping[str, str] | None = None
+        self, rank: RankInfo, request: SendRequest, *, timeout_s: float, environ: Mapping[str, str] | None = None
     ) -> None:
-        self._rank, self._call, self._timeout_s = rank, call, timeout_s
+        self._rank, self._request, self._timeout_s = rank, request, timeout_s
         self.environ = environ = os.environ if environ is None else environ
         self._scope = "\0".join(environ.get(name, "") for name in _SCOPE)
 
@@ -85,7 +85,7 @@ class BoardExchange(Exchange):
         board = self._board(name)
         for offset in range(0, max(1, len(data)), PIECE_NBYTES):
             piece = data[offset : offset + PIECE_NBYTES]
-            self._call(_share(board, offset, len(data), piece), self._timeout_s)
+            self._request(_share(board, offset, len(data), piece), self._timeout_s)
 
     def missing(self, name: str) -> list[int]:
         """Return the ranks that have not posted."""
@@ -111,7 +111,7 @@ class BoardExchange(Exchange):
         return bytes(data)
 
     def _fetched(self, name: str, rank: int, offset: int) -> tuple[list[int], int, bytes]:
-        reply = self._call(_fetch(self._board(name), rank, offset), self._timeout_s)
+        reply = self._request(_fetch(self._board(name), rank, offset), self._timeout_s)
         assert isinstance(reply, messages.Fetched)
         return list(reply.missing), reply.total, reply.data
 

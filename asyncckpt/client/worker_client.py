@@ -52,7 +52,6 @@ MAX_HANDLED = 64
 MAX_LOSSES = 16
 """How many lost sessions are remembered, with whether their slots are handed over. More than can matter at once."""
 
-
 MAX_FAILED = 16
 """How many failed saves are remembered, to tell the next worker: other ranks may not have heard of the failure."""
 

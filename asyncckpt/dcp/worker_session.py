@@ -14,7 +14,7 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.basics import process_lifecycle
 from asyncckpt.client.connection import CLOSE_TIMEOUT_S
-from asyncckpt.client.save_outcomes import Outcomes, Run
+from asyncckpt.client.save_outcomes import Run, SaveOutcomes
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.client.worker_links import Build, WorkerAccess, WorkerLinks
 from asyncckpt.config import CheckpointerConfig, RankInfo
@@ -133,7 +133,7 @@ class DcpRun(Run):
     def __init__(self, rank: RankInfo, links: WorkerLinks) -> None:
         self.rank, self.links = rank, links
         self.run_id = ""
-        self.outcomes = Outcomes()
+        self.outcomes = SaveOutcomes()
 
     def aligned(self, own: int) -> int:
         """Return `own`: the coordinator gives all ranks the same sequence number."""

@@ -29,7 +29,7 @@ import msgpack
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.seen_saves import all_seen, note_seen
-from asyncckpt.client.save_outcomes import Outcomes
+from asyncckpt.client.save_outcomes import SaveOutcomes
 from asyncckpt.client.worker_links import WorkerAccess, WorkerLinks
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.distributed.meetings import SAVE, Exchange, Meeting, Save, ranks_disagree
@@ -151,7 +151,7 @@ class Coordination:
         self.links = WorkerLinks(rank, worker or WorkerAccess(), config.worker_timeout_s)
         self.run_id = secrets.token_hex(6)
         self.agreement: Agreement | None = None
-        self.outcomes = Outcomes()
+        self.outcomes = SaveOutcomes()
         self._waited_in_vain = False
         self.knows_run = False
         self._sequence_offset = 0

@@ -24,7 +24,7 @@ from asyncckpt.doctor.findings import OK, WARN, Check, Finding, fail, findings_o
 from asyncckpt.maintenance.gc import PROBE, TemporaryKind
 from asyncckpt.storage.files import Files, opened, write_all
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.mounts.abilities import CREATE, Abilities
+from asyncckpt.storage.mounts.abilities import BY_CREATION, Abilities
 from asyncckpt.storage.mounts.probe import is_native, probe
 
 CHUNK_NBYTES = 4 << 20
@@ -283,7 +283,7 @@ def _commit(found: Abilities) -> Finding:
     missing = found.missing(fsync=False, overwrite=False)
     if missing:
         return fail(f"no save can be committed: the file system lacks {'; '.join(missing)}", _OTHER_DIRECTORY, **facts)
-    if found.publishes_by == CREATE:
+    if found.publishes_by == BY_CREATION:
         text = (
             "link(2) and renameat2(2) do not work, so a manifest is created exclusively, and then written: weaker is "
             "P14, since saves of several machines to one path may both succeed, and the later one stands"
@@ -297,7 +297,7 @@ def _replacing(found: Abilities) -> Finding:
     if not found.replaces:
         text = "rename(2) cannot replace a file: overwrite=True, layout='dcp' and retention will fail"
         return warn(text, "save to a new path each time, with layout='safetensors'", **facts)
-    if found.publishes_by == CREATE:
+    if found.publishes_by == BY_CREATION:
         text = (
             "rename(2) replaces files, in one step only as far as the mount does it so: weaker is P10, since a crash "
             "of the mount's own process during overwrite=True may leave neither checkpoint"
@@ -310,7 +310,7 @@ def _durability(found: Abilities) -> Finding:
     facts = {"fsync": found.flushes}
     if not found.flushes:
         return fail("fsync does not work: every save will fail", f"{_OTHER_DIRECTORY}, or fsync=False", **facts)
-    if found.publishes_by == CREATE:
+    if found.publishes_by == BY_CREATION:
         text = (
             "fsync is the mount's own: weaker are P3 and P4, since a mount that uploads later (rclone's cache) loses "
             "what it has not uploaded, although `written` was reported"

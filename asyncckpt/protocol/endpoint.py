@@ -29,6 +29,9 @@ _TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
 _NAME_NBYTES = len("0" * 16 + ".sock")
 """Length of the longest socket name: `run-` and 12 letters are as long as 16 digits."""
 
+ALREADY_SERVED = "is already served by a running worker"
+"""Text by which who starts a worker recognizes that another one has the lock of the endpoint."""
+
 JOB_VARIABLES = ("ASYNCCKPT_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _log = logging.getLogger("asyncckpt")
 _warned = set[str]()

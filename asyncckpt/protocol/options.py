@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncckpt.basics.quantities import count, parse_nbytes, parse_seconds
 from asyncckpt.basics.urls import is_object_url
+from asyncckpt.protocol.fields import MAX_PORT
 
 IDLE_EXIT_S = 600.0
 KEEP_SNAPSHOTS_S = 600.0
@@ -31,10 +32,9 @@ def add_options(parser: argparse.ArgumentParser, helps: Mapping[str, str] | None
 
 
 MIN_BANDWIDTH = 1 << 20
-"""Minimum of `--max-write-bandwidth` in bytes per second."""
+"""Minimum of `--max-write-bandwidth` and `--max-mirror-bandwidth`, in bytes per second."""
 
 MAX_PID = (1 << 31) - 1
-MAX_PORT = (1 << 16) - 1
 MAX_THREADS = 256
 
 

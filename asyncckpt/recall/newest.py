@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from asyncckpt.recall.snapshots import HeldSnapshot, held_snapshots
 from asyncckpt.storage.catalog import Candidate
-from asyncckpt.storage.checkpoint_dir import is_at_home, is_finished, manifest_if_readable
+from asyncckpt.storage.checkpoint_dir import has_identity, is_finished, manifest_if_readable
 from asyncckpt.storage.locate import store_at
 from asyncckpt.storage.store import Store
 
@@ -128,7 +128,7 @@ def _memory_only(snapshots: Iterable[HeldSnapshot], store: Store, *, asked: bool
         if not unfinished or snapshot.committed:
             continue
         homes = snapshot.homes
-        if asked or not homes or any(is_at_home(snapshot.path, home, store) for home in homes):
+        if asked or not homes or any(has_identity(snapshot.path, one, store) for one in homes):
             yield snapshot
         else:
             _log.warning(_DIRECTORY_REMOVED, snapshot.step, snapshot.path)

@@ -15,7 +15,7 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.endpoint import default_endpoint
 from asyncckpt.recall.session import RecallSession
-from asyncckpt.storage.checkpoint_dir import NO_HOME
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY
 from asyncckpt.storage.store import DirectoryIdentity
 
 ANSWER_S = 1.0
@@ -85,7 +85,7 @@ def snapshots_of(rows: Iterable[Mapping[str, Any]]) -> list[HeldSnapshot]:
             committed=of[0]["committed"],
             parts={row["rank"]: _part(row) for row in of},
             homes=tuple(
-                {home: None for row in of if (home := DirectoryIdentity(row["inode"], row["birth_ns"])) != NO_HOME}
+                {one: None for row in of if (one := DirectoryIdentity(row["inode"], row["birth_ns"])) != NO_IDENTITY}
             ),
         )
         for (path, save_id), of in by_save.items()

@@ -47,8 +47,8 @@ _LOOKS = 3
 PINS_NAME = ".pins"
 """Name of the directory of pins, in the directory that holds the checkpoints."""
 
-NO_HOME = DirectoryIdentity()
-"""Returned by `home_of` if neither directory can be read."""
+NO_IDENTITY = DirectoryIdentity()
+"""Returned by `identity_of` if neither directory can be read."""
 
 
 def prepare_directory(
@@ -518,19 +518,19 @@ def is_pinned(path: str, store: Store) -> bool:
     return True
 
 
-def home_of(path: str, store: Store) -> DirectoryIdentity:
-    """Return the identity of the directory at `path`; if there is none, that of its parent; else `NO_HOME`."""
+def identity_of(path: str, store: Store) -> DirectoryIdentity:
+    """Return the identity of the directory at `path`; if there is none, that of its parent; else `NO_IDENTITY`."""
     for directory in (path, os.path.dirname(path)):
-        found = _home_at(directory, store)
-        if found != NO_HOME:
+        found = _identity_at(directory, store)
+        if found != NO_IDENTITY:
             return found
-    return NO_HOME
+    return NO_IDENTITY
 
 
-def is_at_home(path: str, home: DirectoryIdentity, store: Store) -> bool:
-    """Whether `path` or its parent still is the directory that `home_of` returned; True for `NO_HOME`."""
-    return home == NO_HOME or any(
-        _is_same(home, _home_at(directory, store)) for directory in (path, os.path.dirname(path))
+def has_identity(path: str, identity: DirectoryIdentity, store: Store) -> bool:
+    """Whether `path` or its parent still is the directory that `identity_of` returned; True for `NO_IDENTITY`."""
+    return identity == NO_IDENTITY or any(
+        _is_same(identity, _identity_at(directory, store)) for directory in (path, os.path.dirname(path))
     )
 
 
@@ -538,8 +538,8 @@ def _is_same(one: DirectoryIdentity, other: DirectoryIdentity) -> bool:
     return one.inode == other.inode and (one.birth_ns == other.birth_ns or not (one.birth_ns and other.birth_ns))
 
 
-def _home_at(directory: str, store: Store) -> DirectoryIdentity:
+def _identity_at(directory: str, store: Store) -> DirectoryIdentity:
     try:
         return store.identity(directory)
     except OSError:
-        return NO_HOME
+        return NO_IDENTITY

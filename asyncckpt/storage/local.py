@@ -38,7 +38,7 @@ from asyncckpt.storage.files import (
     write_all,
     write_new_file,
 )
-from asyncckpt.storage.mounts.abilities import CREATE, NATIVE, RENAME, Abilities, refuse_unable
+from asyncckpt.storage.mounts.abilities import BY_CREATION, BY_RENAME, NATIVE, Abilities, refuse_unable
 from asyncckpt.storage.mounts.probe import abilities_at, forget
 from asyncckpt.storage.shard_writer import FileShardWriter, Image, ShardWriter
 from asyncckpt.storage.store import (
@@ -206,9 +206,9 @@ class LocalStore(Store):
         found = self._abilities_at(temporary)
         self._write_temporary(temporary, data, durable=durable)
         try:
-            if found.publishes_by == CREATE:
+            if found.publishes_by == BY_CREATION:
                 self._create(name, data, durable=durable)
-            elif found.publishes_by == RENAME:
+            elif found.publishes_by == BY_RENAME:
                 self.files.rename_noreplace(temporary, name)
             else:
                 put_new_name(self.files, temporary, name)
@@ -284,7 +284,7 @@ class LocalStore(Store):
 
     def publishes_by_creation(self, prefix: str, save_id: SaveId) -> bool:
         """Implement `Store`: the mount decides."""
-        return self._abilities_at(os.path.join(prefix, temporary_manifest_name(save_id))).publishes_by == CREATE
+        return self._abilities_at(os.path.join(prefix, temporary_manifest_name(save_id))).publishes_by == BY_CREATION
 
     def refuse_unable(self, prefix: str, save_id: SaveId, *, fsync: bool, overwrite: bool) -> None:
         """Implement `Store`: the mount decides."""

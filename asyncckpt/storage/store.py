@@ -10,8 +10,9 @@ only after a commit.
     UnsupportedByStoreError   the store lacks a capability
     OSError                a call failed, by its errno; nothing was changed
 
-All methods may be called from several threads. The last methods of `Store` are capabilities that only files have; other
-stores do not override them.
+All methods may be called from several threads. A method whose docstring begins with "Capability" raises
+`UnsupportedByStoreError` in a store that lacks it. Other methods that are not abstract have a default for stores to
+which they do not apply.
 """
 
 from __future__ import annotations
@@ -434,7 +435,7 @@ class StoreFiles(Files):
     """
 
     def __init__(self, store: Store) -> None:
-        self.store = self._store = store
+        self.store = store
         self._lock = threading.Lock()
         self._open: dict[int, Entry] = {}
         self._next = _FIRST_FD
@@ -445,7 +446,7 @@ class StoreFiles(Files):
             raise UnsupportedByStoreError("such files", path)
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
-        entry = self._store.stat(path)
+        entry = self.store.stat(path)
         with self._lock:
             self._next += 1
             self._open[self._next] = entry
@@ -461,7 +462,7 @@ class StoreFiles(Files):
         if flags & os.RWF_NOWAIT:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         wanted = sum(len(buffer) for buffer in buffers)
-        data = memoryview(self._store.read(self._open[fd].name, offset, wanted))
+        data = memoryview(self.store.read(self._open[fd].name, offset, wanted))
         done = 0
         for buffer in buffers:
             piece = data[done : done + len(buffer)]
@@ -476,9 +477,9 @@ class StoreFiles(Files):
     def lstat(self, path: str) -> os.stat_result:
         """Return the properties of an object or prefix."""
         try:
-            return _status(self._store.stat(path))
+            return _status(self.store.stat(path))
         except FileNotFoundError:
-            self._store.names(path)
+            self.store.names(path)
             return _status(Entry(path, PREFIX, 0, 0, ""))
 
     def stat(self, path: str) -> os.stat_result:
@@ -487,11 +488,11 @@ class StoreFiles(Files):
 
     def listdir(self, path: str) -> list[str]:
         """Return the names below a prefix."""
-        return self._store.names(path)
+        return self.store.names(path)
 
     def unlink(self, path: str) -> None:
         """Remove an object."""
-        self._store.remove(path)
+        self.store.remove(path)
 
     def fsync(self, fd: int) -> None:
         """Do nothing: an object that a store has confirmed is durable."""

@@ -12,7 +12,7 @@ from real_worker import wait_until
 
 from asyncckpt.errors import EndpointError, WorkerUnavailableError
 from asyncckpt.protocol.node_tables import Outcomes
-from asyncckpt_worker.core.actions import Connection
+from asyncckpt_worker.core.actions import LeaderAddress
 from asyncckpt_worker.io.node_sockets import NodeSockets
 
 RUN = "a" * 12
@@ -53,7 +53,7 @@ def connected(leader: Side, follower: Side, *, known: bool = True, server: str =
     client_public, client_secret = key_pair()
     leader.keys[client_public if known else key_pair()[0]] = RUN
     follower.peers.connect(
-        Connection(
+        LeaderAddress(
             run=run,
             address=address,
             server_public=server or public,
@@ -116,7 +116,7 @@ def test_another_worker_listens_where_the_dead_one_did_and_followers_come_back(s
     client_public, client_secret = key_pair()
     first.keys[client_public] = RUN
     keys = {"server_public": public, "client_public": client_public, "client_secret": client_secret}
-    follower.peers.connect(Connection(run=RUN, address=address, **keys))
+    follower.peers.connect(LeaderAddress(run=RUN, address=address, **keys))
     tries(first, follower)
     first.peers.close()
     second = Side()
@@ -147,4 +147,4 @@ def test_a_key_that_makes_no_sense_is_an_error(sides: tuple[Side, Side]) -> None
     public, secret = key_pair()
     keys = {"server_public": "#" * 40, "client_public": public, "client_secret": secret}
     with pytest.raises(WorkerUnavailableError):
-        sides[1].peers.connect(Connection(run=RUN, address="tcp://127.0.0.1:9", **keys))
+        sides[1].peers.connect(LeaderAddress(run=RUN, address="tcp://127.0.0.1:9", **keys))

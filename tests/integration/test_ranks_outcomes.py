@@ -16,7 +16,7 @@ from real_worker import DEADLINE_S, RealWorker, stop_whoever_serves, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, AsyncCkptError
-from asyncckpt.client.save_outcomes import Outcomes
+from asyncckpt.client.save_outcomes import SaveOutcomes
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.protocol.endpoint import default_endpoint, make_directory
 from asyncckpt.protocol.fields import MAX_OUTCOMES
@@ -37,14 +37,14 @@ def ending(checkpointer: AsyncCheckpointer, state: Any, path: str, step: int) ->
 
 def hears_late(rank: int, root: str) -> list[str]:
     """Rank 1 hears nothing of saves that fail, more of them than the worker tells again."""
-    take, found = Outcomes.update, []
+    take, found = SaveOutcomes.update, []
     state = {"weight": torch.arange(1000.0)}
     with AsyncCheckpointer(slots=SLOTS, keep_in_memory="none", slot_timeout_s=0.2 if rank else 600) as checkpointer:
         for step in range(N_UNHEARD + 3 * SLOTS):
             if rank and step == 1:
-                Outcomes.update = lambda *told: None  # type: ignore[method-assign,assignment]
+                SaveOutcomes.update = lambda *told: None  # type: ignore[method-assign,assignment]
             elif step == N_UNHEARD:
-                Outcomes.update = take  # type: ignore[method-assign]
+                SaveOutcomes.update = take  # type: ignore[method-assign]
                 checkpointer._process.flush(DEADLINE_S)  # type: ignore[attr-defined]
                 checkpointer._stager._config = replace(checkpointer.config, slot_timeout_s=DEADLINE_S)
             found.append(ending(checkpointer, state, f"{root}/{step}", step))

@@ -240,7 +240,7 @@ NO_DESCRIPTOR, NO_THREAD = OSError(errno.EMFILE, "simulated"), RuntimeError("can
 LOOP_STEPS = [
     ("_server", "poll", zmq.ZMQError(errno.EMFILE)),
     ("_server", "receive", zmq.ZMQError(errno.EMFILE)),
-    ("_peers", "receive", zmq.ZMQError(errno.EMFILE)),
+    ("_node_sockets", "receive", zmq.ZMQError(errno.EMFILE)),
     ("_lanes", "results", NO_DESCRIPTOR),
     ("_liveness", "dead", NO_DESCRIPTOR),
     ("_memory_pressure", "check", NO_DESCRIPTOR),

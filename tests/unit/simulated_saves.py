@@ -19,7 +19,7 @@ from simulated_ranks import Ranks
 
 from asyncckpt.async_checkpointer import hand_over
 from asyncckpt.client.pending_saves import StagedSnapshot
-from asyncckpt.client.save_outcomes import Outcomes
+from asyncckpt.client.save_outcomes import SaveOutcomes
 from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_pool import SlotPool
 from asyncckpt.components import CheckpointProcess
@@ -236,7 +236,7 @@ def ranks_saver(device: SimulatedDevice, ranks: Ranks, **fields: Any) -> Saver:
         awaited_save=lambda sequence: None,
         skip_meeting=lambda *_: None,
         refuse=lambda *_: None,
-        outcomes=Outcomes(),
+        outcomes=SaveOutcomes(),
     )  # fmt: skip
     return saver
 

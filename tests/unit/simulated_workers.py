@@ -26,7 +26,7 @@ from asyncckpt.protocol.save_phases import COMMITTED, DURABLE, ENDED, UNKNOWN
 from asyncckpt.storage.rank_writer import RankResult
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.actions import Connection, Listener
+from asyncckpt_worker.core.actions import LeaderAddress, Listener
 from asyncckpt_worker.core.machine import Core, CoreConfig
 from asyncckpt_worker.core.model import Save
 from asyncckpt_worker.core.nodes.leader import FORGET_S
@@ -82,7 +82,7 @@ class Node:
     now: float
     jobs: list[Any] = field(default_factory=list)
     memory: dict[int, tuple[int, SaveRequest | None]] = field(default_factory=dict)
-    connects: dict[str, Connection] = field(default_factory=dict)
+    connects: dict[str, LeaderAddress] = field(default_factory=dict)
     listens: bool = False
     gone: bool = False
 
@@ -103,9 +103,9 @@ class Node:
         self.listens = True
         return Listener(address="tcp://first:7000", public=KEY, secret=secret or SECRET)
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, leader: LeaderAddress) -> None:
         """See `Resources`."""
-        self.connects[connection.run] = connection
+        self.connects[leader.run] = leader
 
     def disconnect(self, run: str) -> None:
         """See `Resources`."""
@@ -181,7 +181,7 @@ class Workers:
                     self.tell(n, action.peer, action.message)
             case ac.AdoptSlot():
                 node.memory[action.slot] = self.handed.pop(action.fd)
-                return [ev.SlotCreated(now=self.now, slot=action.slot, fd=action.fd, token=action.token)]
+                return [ev.SlotAdopted(now=self.now, slot=action.slot, fd=action.fd, token=action.token)]
             case ac.FreeSlot():
                 return [ev.SlotFreed(now=self.now, slot=action.slot)]
             case ac.ReadSlot():

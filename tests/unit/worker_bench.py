@@ -11,7 +11,7 @@ from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import PartRange, SaveRequest
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.actions import Connection, Listener, Resources
+from asyncckpt_worker.core.actions import LeaderAddress, Listener, Resources
 from asyncckpt_worker.core.machine import Core, CoreConfig
 from asyncckpt_worker.core.model import RankSave, Save
 from asyncckpt_worker.core.tables import EndedSave, History, Tables
@@ -45,13 +45,13 @@ def all_saves(tables: Tables) -> list[Save | EndedSave]:
     return list({save.save_id: save for save in (*tables.ended, *tables.saves.values())}.values())
 
 
-def all_entries(tables: Tables) -> Iterator[tuple[Save | EndedSave, RankSave]]:
+def all_parts(tables: Tables) -> Iterator[tuple[Save | EndedSave, RankSave]]:
     """Yield all ranks of all saves that a core knows."""
     for save in all_saves(tables):
         for rank in save.ranks:
-            entry = tables.entry((save.save_id, rank))
-            assert entry is not None
-            yield save, entry
+            part = tables.part((save.save_id, rank))
+            assert part is not None
+            yield save, part
 
 
 class WatchedHistory(History):
@@ -76,7 +76,7 @@ class WatchedBrain(Core):
 
     def parts(self) -> list[RankSave]:
         """Return the parts of all ranks in all saves."""
-        return [*self.history.parts, *(entry for _, entry in self.tables.entries())]
+        return [*self.history.parts, *(part for _, part in self.tables.parts())]
 
 
 class FakeResources:
@@ -117,9 +117,9 @@ class FakeResources:
             raise self.no_socket
         return self.listener
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, leader: LeaderAddress) -> None:
         """See `Resources`."""
-        self.asked.append(("connect", connection))
+        self.asked.append(("connect", leader))
         if self.no_socket is not None:
             raise self.no_socket
 
@@ -184,7 +184,7 @@ class Bench:
         """Bring a slot that is handed over to where it is looked into; return its number."""
         assert self.adopt(peer, **changes) is None
         (job,) = self.of(ac.AdoptSlot)
-        self.feed(ev.SlotCreated, slot=job.slot, fd=100 + job.slot, token=b"t" * 16)
+        self.feed(ev.SlotAdopted, slot=job.slot, fd=100 + job.slot, token=b"t" * 16)
         return int(job.slot)
 
     def begin(self, slot: int, save_id: str = FIRST, generation: int = 1, peer: bytes = b"p", **changes: Any) -> Any:
@@ -199,8 +199,8 @@ class Bench:
         return self.feed(ev.SlotRead, slot=slot, generation=generation, request=request)
 
     def phase(self, save_id: str = FIRST, rank: int = 0) -> str | None:
-        entry = self.core.tables.entry((save_id, rank))
-        return entry.phase if entry else None
+        part = self.core.tables.part((save_id, rank))
+        return part.phase if part else None
 
     def row(self, save_id: str = FIRST, peer: bytes = b"p") -> Any:
         reply = self.say(m.Heartbeat, peer, saves=(save_id,))

@@ -42,7 +42,7 @@ class Unwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdoptSlot:
-    """Open a slot that a trainer still maps after its worker died. A job; its result is SlotCreated."""
+    """Open a slot that a trainer still maps after its worker died. A job; its result is SlotAdopted."""
 
     slot: int
     nbytes: int
@@ -143,14 +143,15 @@ class ScanLineage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyToMirror:
-    """Copy a committed checkpoint to its mirror. Job; answered by Copied. `copies`: else look whether another worker
-    has.
+    """Copy a committed checkpoint to its mirror. A job; its result is Copied.
+
+    `is_ours`: False: another worker copies it; only check whether it has.
     """
 
     save_id: SaveId
     path: str
     mirror: str
-    copies: bool
+    is_ours: bool
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
 
@@ -222,7 +223,7 @@ Action = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Connection:
+class LeaderAddress:
     """Address of the worker that leads a run, and the keys of the run."""
 
     run: str
@@ -269,7 +270,7 @@ class Resources(Protocol):
             AsyncCkptError: The port is in use, or this machine does not have the address.
         """
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, leader: LeaderAddress) -> None:
         """Connect to the worker that leads a run.
 
         Raises:

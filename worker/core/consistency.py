@@ -8,14 +8,14 @@ from asyncckpt_worker.core.failures import SAME_CALLS, SAME_PLANS, SAME_SETTINGS
 from asyncckpt_worker.core.model import RankSave, Save, Slot
 
 
-def own_contradiction(entry: RankSave, slot: Slot) -> str:
+def own_contradiction(part: RankSave, slot: Slot) -> str:
     """Return how a sealed request contradicts its session or its Begin; "" if it does not."""
-    request = entry.request
+    request = part.request
     assert request is not None
-    wanted: dict[str, object] = {"rank": slot.rank, "world_size": slot.world_size, "path": entry.path}
-    if entry.step is not None and request.step is not None:
-        wanted["step"] = entry.step
-    wanted["overwrite"] = entry.overwrite
+    wanted: dict[str, object] = {"rank": slot.rank, "world_size": slot.world_size, "path": part.path}
+    if part.step is not None and request.step is not None:
+        wanted["step"] = part.step
+    wanted["overwrite"] = part.overwrite
     for name, value in wanted.items():
         if getattr(request, name) != value:
             return f"the sealed request has {name} {getattr(request, name)!r}, its session and Begin have {value!r}"
@@ -24,33 +24,33 @@ def own_contradiction(entry: RankSave, slot: Slot) -> str:
     return ""
 
 
-def disagreement(save: Save, entry: RankSave) -> tuple[str, int, str] | None:
+def disagreement(save: Save, part: RankSave) -> tuple[str, int, str] | None:
     """Return how a rank contradicts another one, that rank, and what to do; None if all agree."""
     for other in [*save.declarations.values()]:
-        if other.path != entry.path or (None not in (other.step, entry.step) and other.step != entry.step):
-            text = f"rank {entry.rank} saves {_step(entry)}to {entry.path}, "
+        if other.path != part.path or (None not in (other.step, part.step) and other.step != part.step):
+            text = f"rank {part.rank} saves {_step(part)}to {part.path}, "
             return text + f"rank {other.rank} {_step(other)}to {other.path}", other.rank, SAME_CALLS
-        if other.overwrite != entry.overwrite:
-            text = f"rank {entry.rank} saves with overwrite={entry.overwrite}, "
+        if other.overwrite != part.overwrite:
+            text = f"rank {part.rank} saves with overwrite={part.overwrite}, "
             return text + f"rank {other.rank} with overwrite={other.overwrite}", other.rank, SAME_SETTINGS
-        if other.request and entry.request and other.request.layout != entry.request.layout:
-            text = f"rank {entry.rank} saves with layout={entry.request.layout!r}, "
+        if other.request and part.request and other.request.layout != part.request.layout:
+            text = f"rank {part.rank} saves with layout={part.request.layout!r}, "
             return text + f"rank {other.rank} with layout={other.request.layout!r}", other.rank, SAME_SETTINGS
-        if other.request and entry.request and other.request.mirror != entry.request.mirror:
-            text = f"rank {entry.rank} saves with mirror={entry.request.mirror!r}, "
+        if other.request and part.request and other.request.mirror != part.request.mirror:
+            text = f"rank {part.rank} saves with mirror={part.request.mirror!r}, "
             return text + f"rank {other.rank} with mirror={other.request.mirror!r}", other.rank, SAME_SETTINGS
-        if _plan(other.request) != _plan(entry.request) and other.request and entry.request:
-            text = f"rank {entry.rank} follows plan {_plan(entry.request) or 'none'}, "
+        if _plan(other.request) != _plan(part.request) and other.request and part.request:
+            text = f"rank {part.rank} follows plan {_plan(part.request) or 'none'}, "
             text += f"rank {other.rank} {_plan(other.request) or 'none'}"
             return text, other.rank, SAME_PLANS
     return None
 
 
-def declare(save: Save, entry: RankSave) -> None:
+def declare(save: Save, part: RankSave) -> None:
     """Record a rank's values that all ranks must share, for `disagreement`; equal values are recorded once."""
-    request = entry.request
+    request = part.request
     of_request = (request.layout, request.mirror, request.plan) if request is not None else None
-    save.declarations.setdefault((entry.path, entry.step, entry.overwrite, of_request), entry)
+    save.declarations.setdefault((part.path, part.step, part.overwrite, of_request), part)
 
 
 def settle_step(save: Save, sealed: RankSave) -> None:
@@ -58,9 +58,9 @@ def settle_step(save: Save, sealed: RankSave) -> None:
     first = save.ranks.get(0)
     if first is None or first.request is None:
         return
-    for entry in save.ranks.values() if sealed is first else [sealed]:
-        if entry.step is None:
-            entry.step = first.step
+    for part in save.ranks.values() if sealed is first else [sealed]:
+        if part.step is None:
+            part.step = first.step
 
 
 def _plan(request: SaveRequest | None) -> str:
@@ -69,7 +69,7 @@ def _plan(request: SaveRequest | None) -> str:
 
 def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:
     """Compare the samples of a save that all ranks have sealed; the result is that of `protocol.samples.unequal`."""
-    requests = {rank: entry.request for rank, entry in save.ranks.items() if entry.request is not None}
+    requests = {rank: part.request for rank, part in save.ranks.items() if part.request is not None}
     distinct = {request.samples for request in requests.values()}
     if len(distinct) == 1:  # the usual case; also fast for thousands of names and many ranks
         return []
@@ -77,5 +77,5 @@ def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:
     return unequal({rank: decoded[request.samples] for rank, request in requests.items()})
 
 
-def _step(entry: RankSave) -> str:
-    return "" if entry.step is None else f"step {entry.step} "
+def _step(part: RankSave) -> str:
+    return "" if part.step is None else f"step {part.step} "

@@ -14,7 +14,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.mirroring import Unmirrored
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.checkpoint_dir import NO_HOME
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY
 from asyncckpt.storage.store import DirectoryIdentity
 
 Wire = Mapping[str, Any]
@@ -28,7 +28,7 @@ SaveKey = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ContentDigests:
     """Digests of a checkpoint. `tensors`: of all shards; `rest`: of everything else, without the step."""
 
     tensors: bytes
@@ -53,7 +53,7 @@ class Died:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlotCreated:
+class SlotAdopted:
     """Result of AdoptSlot: number of the memfd and its token, or the error."""
 
     now: float
@@ -92,7 +92,7 @@ class Prepared:
     """Result of Prepare. `committed`: the save's own manifest exists, and nothing is to be written.
 
     `known_uncommitted`: with an error of a resumed save: it came after the check had shown that no dead worker has
-    committed the save. `home`: identity of the save's directory.
+    committed the save. `directory_identity`: identity of the save's directory.
     """
 
     now: float
@@ -100,7 +100,7 @@ class Prepared:
     error: Wire | None = None
     committed: bool = False
     known_uncommitted: bool = False
-    home: DirectoryIdentity = NO_HOME
+    directory_identity: DirectoryIdentity = NO_IDENTITY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,14 +118,14 @@ class Written:
 class Published:
     """Result of Commit. `unknown`: the manifest could not be written without doubt; it may exist.
 
-    `contents`: digests to compare the next save of the run with; None if there are none.
+    `digests`: to compare the next save of the run with; None if there are none.
     """
 
     now: float
     save_id: str
     error: Wire | None = None
     unknown: bool = False
-    contents: Contents | None = None
+    digests: ContentDigests | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -155,7 +155,7 @@ class LineageScanned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """The answer to CopyToMirror. `is_done`: the copy is committed. `is_final`: trying again cannot help."""
+    """Result of CopyToMirror. `is_done`: the copy is committed. `is_final`: trying again cannot help."""
 
     now: float
     save_id: SaveId
@@ -167,7 +167,7 @@ class Copied:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmirroredFound:
-    """The answer to ScanUnmirrored, the oldest first."""
+    """Result of ScanUnmirrored: the checkpoints, the oldest first, or the error."""
 
     now: float
     root: str
@@ -207,19 +207,19 @@ class InternalFault:
 class Tick:
     """Time has passed.
 
-    `kept`: the process that the worker was started for is alive, so the worker does not exit when idle. `memory_short`:
-    the machine or the worker's cgroup is almost out of memory.
+    `has_owner`: the process that the worker was started for is alive, so the worker does not exit when idle.
+    `memory_short`: the machine or the worker's cgroup is almost out of memory.
     """
 
     now: float
-    kept: bool = False
+    has_owner: bool = False
     memory_short: bool = False
 
 
 Event = (
     Received
     | Died
-    | SlotCreated
+    | SlotAdopted
     | SlotFreed
     | SlotRead
     | Prepared

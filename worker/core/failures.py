@@ -64,41 +64,41 @@ def requires_meeting(error: Wire) -> bool:
     return fields.get("code") == "withdrawn" and str(fields.get("detail")).startswith(NOT_AGREED)
 
 
-def failed(save: Save, entry: RankSave, code: str, detail: str, **more: Any) -> Wire:
+def failed(save: Save, part: RankSave, code: str, detail: str, **more: Any) -> Wire:
     """A rank has failed. `code`: field `code` of the error; `more`: further fields."""
     return to_wire(
         SaveFailedError(
-            f"save {save.save_id} ({step_and_rank(entry.step, entry.rank)}) to {entry.path}: {detail}; nothing was "
+            f"save {save.save_id} ({step_and_rank(part.step, part.rank)}) to {part.path}: {detail}; nothing was "
             "published",
             code=code,
-            rank=entry.rank,
-            path=entry.path,
+            rank=part.rank,
+            path=part.path,
             detail=detail,
             save_id=save.save_id,
-            step=entry.step,
+            step=part.step,
             **more,
         )
     )
 
 
-def path_in_use(save: Save, entry: RankSave, other: str) -> Wire:
+def path_in_use(save: Save, part: RankSave, other: str) -> Wire:
     """An open save uses the path."""
-    return failed(save, entry, "path_in_use", f"save {other} to the same path has not ended; wait for it")
+    return failed(save, part, "path_in_use", f"save {other} to the same path has not ended; wait for it")
 
 
 def not_sealed(save: Save, rank: int, detail: str) -> Wire:
     """A rank has departed before it sealed its snapshot."""
-    entry = save.ranks.get(rank) or save.ranks[min(save.ranks)]
-    which = f"save {save.save_id} ({step_and_rank(entry.step, rank)}) to {entry.path}"
+    part = save.ranks.get(rank) or save.ranks[min(save.ranks)]
+    which = f"save {save.save_id} ({step_and_rank(part.step, rank)}) to {part.path}"
     return to_wire(
         SaveFailedError(
             f"{which}: rank {rank} has not staged it: {detail}; nothing was published",
             code="not_sealed",
             rank=rank,
-            path=entry.path,
+            path=part.path,
             detail=detail,
             save_id=save.save_id,
-            step=entry.step,
+            step=part.step,
         )
     )
 
@@ -176,14 +176,14 @@ def timed_out(save: Save, missing: list[int]) -> Wire:
     )
 
 
-def worker_lost(save: Save, entry: RankSave, why: str) -> Wire:
+def worker_lost(save: Save, part: RankSave, why: str) -> Wire:
     """The worker of another node was lost before it had written a rank's files or reported the hook's answer."""
-    return failed(save, entry, "worker_lost", f"its worker was lost: {why}")
+    return failed(save, part, "worker_lost", f"its worker was lost: {why}")
 
 
 def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
     """The leader was lost or is silent. `unknown`: it may have committed the save."""
-    entry = save.ranks[min(save.ranks)]
+    part = save.ranks[min(save.ranks)]
     detail = f"the worker of rank 0, which commits, was lost: {why}"
     missing = save.leader_missing
     if missing is not None:
@@ -192,16 +192,16 @@ def leader_lost(save: Save, why: str, *, unknown: bool) -> Wire:
         missing = [rank for rank in range(save.world_size) if rank not in save.ranks][:MAX_MISSING]
         detail += f"; ranks {missing[:SHOWN]} have other workers, and their state is unknown" if missing else ""
     if not unknown:
-        return failed(save, entry, "leader_lost", detail, missing_ranks=missing)
+        return failed(save, part, "leader_lost", detail, missing_ranks=missing)
     return to_wire(
         CommitUnknownError(
-            f"save {save.save_id} ({step_and_rank(entry.step, entry.rank)}) to {entry.path}: {detail}; this node's "
+            f"save {save.save_id} ({step_and_rank(part.step, part.rank)}) to {part.path}: {detail}; this node's "
             "ranks were written, so that it may have committed the checkpoint, or may still; check with `asyncckpt ls`",
             code="leader_lost",
-            path=entry.path,
+            path=part.path,
             detail=detail,
             save_id=save.save_id,
-            step=entry.step,
+            step=part.step,
             missing_ranks=missing,
         )
     )
@@ -226,18 +226,18 @@ def not_continued(save_id: str, unknown: Wire) -> Wire:
 
 def unchecked(save: Save, cause: Wire) -> Wire:
     """A dead worker may have committed the save, and its directory could not be checked. `cause`: why."""
-    entry = save.ranks[min(save.ranks)]
+    part = save.ranks[min(save.ranks)]
     found = (cause.get("fields") or {}).get("detail") or cause.get("text", "")
     detail = f"its worker died, and whether it had committed the save could not be checked: {found}"
     return to_wire(
         CommitUnknownError(
-            f"save {save.save_id} ({step_and_rank(entry.step, entry.rank)}) to {entry.path}: {detail}; check later "
+            f"save {save.save_id} ({step_and_rank(part.step, part.rank)}) to {part.path}: {detail}; check later "
             "with `asyncckpt ls`",
             code=kind_of(cause),
-            path=entry.path,
+            path=part.path,
             detail=detail,
             save_id=save.save_id,
-            step=entry.step,
+            step=part.step,
         )
     )
 

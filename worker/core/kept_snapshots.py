@@ -55,7 +55,7 @@ class SnapshotRegistry:
 
     def __init__(self, tables: Tables, keep_s: float) -> None:
         self._t, self._keep_s = tables, keep_s
-        self.asked: dict[str, Recall] = {}
+        self._asked: dict[str, Recall] = {}
         self._undecided = False
         self.decides_at = float("inf")
         """The next time at which a kept slot expires."""
@@ -176,7 +176,7 @@ class SnapshotRegistry:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     @property
-    def any(self) -> bool:
+    def has_kept(self) -> bool:
         """Whether any slot is kept."""
         return any(s.kept for s in self._t.closing.values())
 
@@ -203,14 +203,14 @@ class SnapshotRegistry:
 
     def recall(self, session: Session, m: Recall) -> None:
         """Answer which slots hold snapshots at a path or below it, once the slots of ended sessions have been read."""
-        self.asked[session.name] = m
+        self._asked[session.name] = m
         self.answer()
 
     def answer(self) -> None:
         """Answer the waiting requests, unless a closing slot is still being read."""
-        if not self.asked or any(s.reading for s in self._t.closing.values()):
+        if not self._asked or any(s.reading for s in self._t.closing.values()):
             return
-        asked, self.asked = self.asked, {}
+        asked, self._asked = self._asked, {}
         for name, m in asked.items():
             session = self._t.sessions.get(name)
             if session is not None:
@@ -231,23 +231,23 @@ class SnapshotRegistry:
         found.sort(key=lambda f: f[1].save_id, reverse=True)
         rows: list[Wire] = []
         nbytes = 0
-        for slot, save, entry in found[:MAX_TABLE]:
-            nbytes += _ROW_NBYTES + len(entry.path.encode())
+        for slot, save, part in found[:MAX_TABLE]:
+            nbytes += _ROW_NBYTES + len(part.path.encode())
             if nbytes > MAX_ROWS_NBYTES:
                 break
-            rows.append(_row(slot, save, entry))
+            rows.append(_row(slot, save, part))
             if m.hold:
                 slot.held_by.add(session.name)
                 session.holds.add(slot.number)
         return Recalled(id=m.id, parts=tuple(rows))
 
 
-def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
+def _row(slot: Slot, save: Save, part: RankSave) -> Wire:
     return {
         "save_id": save.save_id,
-        "step": entry.step,
-        "path": entry.path,
-        "rank": entry.rank,
+        "step": part.step,
+        "path": part.path,
+        "rank": part.rank,
         "world_size": save.world_size,
         "whole": True,
         "committed": _committed(save),
@@ -255,20 +255,20 @@ def _row(slot: Slot, save: Save, entry: RankSave) -> Wire:
         "fd": slot.fd,
         "nbytes": slot.nbytes,
         "token": slot.token,
-        "generation": entry.generation,
-        "inode": entry.home.inode,
-        "birth_ns": entry.home.birth_ns,
+        "generation": part.generation,
+        "inode": part.directory_identity.inode,
+        "birth_ns": part.directory_identity.birth_ns,
     }
 
 
 def _snapshot_in(slot: Slot) -> tuple[Save, RankSave] | None:
     """Return save and part of the sealed snapshot in a slot, by its last read; its trainer may open it any time."""
-    if slot.part is None or slot.fd < 0 or slot.reopened:
+    if slot.last is None or slot.fd < 0 or slot.reopened:
         return None
-    entry = slot.part[1]
-    if entry.is_open or entry.slot != slot.number or entry.ring or entry.generation != slot.accepted_generation:
+    part = slot.last[1]
+    if part.is_open or part.slot != slot.number or part.ring or part.generation != slot.accepted_generation:
         return None
-    return slot.part
+    return slot.last
 
 
 def _is_whole(save: Save) -> bool:
@@ -281,4 +281,4 @@ def _committed(save: Save) -> bool:
 
 def is_in_flight(slot: Slot) -> bool:
     """Whether a save needs a slot until it has ended."""
-    return slot.part is not None and slot.part[1].in_flight and slot.part[1].slot == slot.number
+    return slot.last is not None and slot.last[1].in_flight and slot.last[1].slot == slot.number

@@ -48,6 +48,7 @@ from asyncckpt.protocol.messages import (
     Withdraw,
 )
 from asyncckpt_worker.core.actions import Action, Exit, Resources, SendStatus
+from asyncckpt_worker.core.boards import BoardRegistry
 from asyncckpt_worker.core.events import (
     Copied,
     Died,
@@ -59,7 +60,7 @@ from asyncckpt_worker.core.events import (
     Received,
     Relayed,
     Removed,
-    SlotCreated,
+    SlotAdopted,
     SlotFreed,
     SlotRead,
     StopRequested,
@@ -67,7 +68,6 @@ from asyncckpt_worker.core.events import (
     UnmirroredFound,
     Written,
 )
-from asyncckpt_worker.core.exchange import BoardRegistry
 from asyncckpt_worker.core.kept_snapshots import SnapshotRegistry
 from asyncckpt_worker.core.model import Session
 from asyncckpt_worker.core.nodes.follower import Follower
@@ -109,7 +109,7 @@ class Shutdown:
         has_unacknowledged: Whether a reachable leader or follower has not acknowledged everything yet.
 
     Attributes:
-        kept: Whether the worker must not exit when idle; from the last Tick.
+        has_owner: Whether the worker must not exit when idle; from the last Tick.
     """
 
     def __init__(
@@ -120,15 +120,10 @@ class Shutdown:
         mirrors: MirrorRegistry,
         has_unacknowledged: Callable[[], bool],
     ) -> None:
-        self._t, self._slot_registry, self._config, self._has_unacknowledged = (
-            tables,
-            slot_registry,
-            config,
-            has_unacknowledged,
-        )
-        self._mirrors = mirrors
+        self._t, self._slot_registry, self._config = tables, slot_registry, config
+        self._mirrors, self._has_unacknowledged = mirrors, has_unacknowledged
         self._idle_since: float | None = tables.now
-        self.kept = False
+        self.has_owner = False
         self._drain_deadline: float | None = None
         self._why = "drain timeout"
         self._grace_deadline = tables.now
@@ -164,7 +159,7 @@ class Shutdown:
             return
         unfinished = [s for s in t.saves.values() if s.unfinished]
         reading = t.n_reading > 0
-        idle = not self.kept and not t.sessions and not unfinished and not reading and not t.lineage_scans
+        idle = not self.has_owner and not t.sessions and not unfinished and not reading and not t.lineage_scans
         idle = idle and not self._mirrors.is_behind
         self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
         if self._drain_deadline is not None:
@@ -197,7 +192,7 @@ class Shutdown:
     def _staging(self, drain_deadline: float) -> bool:
         """Whether a drain waits for trainers that are staging; each save has `staging_grace_s` from its begin."""
         t = self._t
-        begun = [e.begun_at for _, e in t.entries() if e.is_open]
+        begun = [e.begun_at for _, e in t.parts() if e.is_open]
         for begun_at in begun:
             until = min(drain_deadline, begun_at + self._config.staging_grace_s)
             self._grace_deadline = max(self._grace_deadline, until)
@@ -207,10 +202,9 @@ class Shutdown:
     def _leave(self, complete: bool, reason: str) -> None:
         self._exiting = True
         if left := self._mirrors.left_behind():
-            text = (
-                f"{len(left)} checkpoints are not in their mirrors, the oldest is {left[0].path}; the next worker that "
-            )
-            text += f"mirrors checkpoints beside it goes on, or one with --mirror {parent_of(left[0].path)}"
+            text = f"{len(left)} checkpoints are not in their mirrors, the oldest is {left[0].path}; "
+            text += "the next worker that mirrors checkpoints beside it goes on, "
+            text += f"or one with --mirror {parent_of(left[0].path)}"
             self._t.log("warning", text)
         self._t.actions.append(Exit(complete=complete, reason=reason))
 
@@ -333,7 +327,7 @@ class Core:
                 self._received(event)
             case Died():
                 self._sessions.died(event)
-            case SlotCreated():
+            case SlotAdopted():
                 self._slot_registry.adopted(event)
             case SlotFreed():
                 self.tables.freeing.discard(event.slot)
@@ -360,7 +354,7 @@ class Core:
             case InternalFault():
                 self._saves.internal_fault(event)
             case Tick():
-                self._shutdown.kept = event.kept
+                self._shutdown.has_owner = event.has_owner
                 if event.memory_short:
                     self.snapshot_registry.make_room(include_uncommitted=True)
                 for tick in (self._saves.tick, self._follower.tick, self._leader.tick, self._mirrors.tick):

@@ -49,9 +49,9 @@ from asyncckpt.protocol.save_phases import (
     UNKNOWN,
     WRITING,
 )
-from asyncckpt.storage.checkpoint_dir import NO_HOME
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY
 from asyncckpt.storage.store import DirectoryIdentity
-from asyncckpt_worker.core.events import Contents, Peer, SaveKey, Wire
+from asyncckpt_worker.core.events import ContentDigests, Peer, SaveKey, Wire
 
 NEW = ""
 """Before the first event."""
@@ -160,8 +160,8 @@ class Session:
     holds: set[int] = field(default_factory=set)
     """Slots of other sessions that it holds for reading."""
 
-    link: str = ""
-    """ID of the follower in its run (`<instance>.<run>`) that serves this rank; "" if this worker does."""
+    follower: str = ""
+    """ID of the worker of another node that serves this rank (`<instance>.<run>`); "" if this worker does."""
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class Slot:
     accepted_generation: int = -1
     """The highest generation whose sealed snapshot was accepted; none at or below it is accepted again."""
 
-    part: tuple[Save, RankSave] | None = None
+    last: tuple[Save, RankSave] | None = None
     """The last save that used it, and its rank's part; kept after the save has ended."""
 
     opened: bool = False
@@ -210,8 +210,8 @@ class Slot:
 
     writes: set[SaveKey] = field(default_factory=set)
     waiters: list[Waiter] = field(default_factory=list)
-    link: str = ""
-    """As `Session.link`. Not "": a placeholder for a slot of another node."""
+    follower: str = ""
+    """As `Session.follower`. Not "": a placeholder for a slot of another node."""
 
     process: tuple[int, int] = (0, 0)
     """PID and start time of the process that last used the slot."""
@@ -235,7 +235,7 @@ class Slot:
     @property
     def key(self) -> SaveKey | None:
         """The save and rank that used it last."""
-        return None if self.part is None else (self.part[0].save_id, self.part[1].rank)
+        return None if self.last is None else (self.last[0].save_id, self.last[1].rank)
 
     @property
     def state(self) -> str:
@@ -281,8 +281,8 @@ class RankSave:
     error: Wire | None = None
     report: dict[str, Any] = field(default_factory=dict)
     durable_at: float | None = None
-    link: str = ""
-    """As `Session.link`. Not "": that follower writes its files."""
+    follower: str = ""
+    """As `Session.follower`. Not "": that follower writes its files."""
 
     acknowledged: str = ""
     """Followed: the last phase of this part that the leader has acknowledged, or ""."""
@@ -312,10 +312,10 @@ class RankSave:
     """Its write job started before the seal, or writes a ring."""
 
     written_at: float = 0.0
-    """When its files were complete; for a ring, that may be before the seal. With `link`, infinity: the follower
+    """When its files were complete; for a ring, that may be before the seal. With `follower`, infinity: the follower
     reports that it is still writing the ring."""
 
-    home: DirectoryIdentity = NO_HOME
+    directory_identity: DirectoryIdentity = NO_IDENTITY
     """Identity of its directory, set when PREPARE ends, also with an error."""
 
     @property
@@ -368,7 +368,7 @@ class Save:
     """Paths that its ranks have named."""
 
     declarations: dict[tuple[Any, ...], RankSave] = field(default_factory=dict)
-    """Settings that all ranks must share (`agreement`) -> the first rank with them. One entry while all ranks agree."""
+    """Settings that all ranks must share (`agreement`) -> the first rank with them. One part while all ranks agree."""
 
     sealed: set[int] = field(default_factory=set)
     """Ranks that have sealed it and whose part has not ended."""
@@ -455,19 +455,19 @@ class Save:
         """Whether a rank has sealed it and it has not ended, or a job is outstanding."""
         return self.jobs > 0 or bool(self.sealed)
 
-    def add(self, entry: RankSave) -> None:
+    def add(self, part: RankSave) -> None:
         """Add a rank's part."""
-        self.ranks[entry.rank] = entry
-        self.paths.add(entry.path)
-        self.timeout_s = min(self.timeout_s, entry.commit_timeout_s)
+        self.ranks[part.rank] = part
+        self.paths.add(part.path)
+        self.timeout_s = min(self.timeout_s, part.commit_timeout_s)
 
-    def count_phase(self, entry: RankSave, was: str) -> None:
+    def count_phase(self, part: RankSave, was: str) -> None:
         """Update `sealed` and `n_durable` after a phase change from `was`."""
-        if entry.in_flight:
-            self.sealed.add(entry.rank)
+        if part.in_flight:
+            self.sealed.add(part.rank)
         else:
-            self.sealed.discard(entry.rank)
-        self.n_durable += (entry.phase == DURABLE) - (was == DURABLE)
+            self.sealed.discard(part.rank)
+        self.n_durable += (part.phase == DURABLE) - (was == DURABLE)
 
 
 MAX_DIRECTORIES = 64
@@ -480,7 +480,7 @@ class Committed:
 
     sequence: int
     step: int
-    contents: Contents
+    digests: ContentDigests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -160,10 +160,10 @@ class RunRegistry:
                 if not save.has_sealed(rank):
                     return ABANDONED, not_sealed(save, rank, run.departed[rank])
         for rank in sorted(run.departed):
-            entry = save.ranks.get(rank)
-            if entry is not None and entry.needs_consent:
+            part = save.ranks.get(rank)
+            if part is not None and part.needs_consent:
                 detail = f"its pre_commit hook has not consented: {run.departed[rank]}"
-                return FAILED, failed(save, entry, "vetoed", detail)
+                return FAILED, failed(save, part, "vetoed", detail)
         return None
 
     # ---- the table --------------------------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ class RunRegistry:
             del self._t.runs[run_id]
 
 
-Question = tuple[Peer, int]
-"""Peer and ID of a request; b"": a rank of a follower."""
+Requester = tuple[Peer, int]
+"""Peer and ID of a Lineage request; peer b"": a rank of a follower."""
 
 
 class LineageRegistry:
@@ -205,7 +205,7 @@ class LineageRegistry:
 
     def __init__(self, tables: Tables, runs: RunRegistry, ask_leader: Callable[[Session, Run, Lineage], None]) -> None:
         self._t, self._runs, self._ask_leader = tables, runs, ask_leader
-        self._waiting: dict[tuple[str, str, str], dict[Question, int]] = {}
+        self._waiting: dict[tuple[str, str, str], dict[Requester, int]] = {}
         """Run, directory and directory of mirrors -> who waits, and which epoch is the least for each."""
 
     def ask(self, session: Session, m: Lineage) -> None:
@@ -216,12 +216,12 @@ class LineageRegistry:
             error = from_wire(other_world(m.run, world_size, session.rank, session.world_size))
             return self._refuse(session.peer, m.id, m.run, m.path, error)
         parent = os.path.dirname(m.path)
-        mirror = "" if run.has_epoch(parent, _home_of(m.mirror), 0) else m.mirror
-        if run.has_epoch(parent, _home_of(m.mirror), m.least_epoch):
+        mirror = "" if run.has_epoch(parent, _mirror_parent(m.mirror), 0) else m.mirror
+        if run.has_epoch(parent, _mirror_parent(m.mirror), m.least_epoch):
             return self._answer(session.peer, m.id, m.run, m.path, run.epochs[parent])
         if run.followed:
             return self._ask_leader(session, run, m)
-        key = m.run, parent, _home_of(mirror)
+        key = m.run, parent, _mirror_parent(mirror)
         waiting = self._waiting.get(key)
         if (self._t.jobs if waiting is None else len(waiting)) >= MAX_JOBS:
             return self._refuse(session.peer, m.id, m.run, m.path, busy())
@@ -236,8 +236,8 @@ class LineageRegistry:
                 storage=self._storage_for(session),
             )
             self._t.actions.append(scan)
-        question = session.peer, m.id
-        waiting[question] = max(m.least_epoch, waiting.get(question, 0))
+        requester = session.peer, m.id
+        waiting[requester] = max(m.least_epoch, waiting.get(requester, 0))
         return None
 
     def is_asked_for(self, run_id: str, parent: str) -> bool:
@@ -246,14 +246,14 @@ class LineageRegistry:
 
     def _storage_for(self, session: Session) -> Mapping[str, str]:
         """Return the options of the session, or of a rank of this node where another worker asks for its own."""
-        ours = (one.storage for one in self._t.sessions.values() if one.run == session.run and not one.link)
-        return next(ours, NO_OPTIONS) if session.link else session.storage
+        ours = (one.storage for one in self._t.sessions.values() if one.run == session.run and not one.follower)
+        return next(ours, NO_OPTIONS) if session.follower else session.storage
 
     def scanned(self, event: LineageScanned) -> None:
         """Reserve the epoch, and answer all requests that wait for this scan."""
         parent = os.path.dirname(event.path)
-        home = _home_of(event.mirror)
-        waiting = self._waiting.pop((event.run, parent, home), None)
+        mirror_parent = _mirror_parent(event.mirror)
+        waiting = self._waiting.pop((event.run, parent, mirror_parent), None)
         if waiting is None:
             return
         self._t.lineage_scans -= 1
@@ -265,7 +265,7 @@ class LineageRegistry:
         elif run is not None:
             try:
                 epoch = self._next(run, parent, event, max(waiting.values()))
-                run.remember_epoch(parent, epoch, home)
+                run.remember_epoch(parent, epoch, mirror_parent)
             except SaveFailedError as refusal:
                 error = refusal
         for peer, id in waiting:
@@ -303,5 +303,5 @@ class LineageRegistry:
         return check_epoch(max(least, event.epoch, *(epoch + 1 for epoch in others), 1), event.path)
 
 
-def _home_of(mirror: str) -> str:
+def _mirror_parent(mirror: str) -> str:
     return parent_of(mirror) if mirror else ""

@@ -35,12 +35,12 @@ class SaveAdmission:
     # ---- begin ------------------------------------------------------------------------------------------------------
 
     def begin(self, session: Session, message: Begin, *, resumed: bool = False) -> Wire | None:
-        """Add the entry of a rank that stages. The caller has checked slot and generation.
+        """Add the part of a rank that stages. The caller has checked slot and generation.
 
         Args:
             session: Session of the rank.
             message: Its Begin.
-            resumed: As in `entry_of_begin`.
+            resumed: As in `part_of_begin`.
 
         Returns:
             The error if another save uses the path, or None.
@@ -49,16 +49,16 @@ class SaveAdmission:
         self._runs.join(session, save_id.run_id)
         self._runs.note_sequence(save_id, session.world_size)
         save = self._open(save_id, session.world_size)
-        slot = None if session.link else self._t.slots.get(message.slot)
+        slot = None if session.follower else self._t.slots.get(message.slot)
         adopted = slot.adopted_generation if slot is not None else -1
-        entry = entry_of_begin(session, message, self._t.now, adopted=adopted, resumed=resumed)
+        part = part_of_begin(session, message, self._t.now, adopted=adopted, resumed=resumed)
         had_ended = save.outcome is not None
-        self._add(save, entry)
+        self._add(save, part)
         if had_ended:
             clean_up(self._t, save)  # files that its former worker may have written
-        elif not entry.ended and not save.failed_locally:
+        elif not part.ended and not save.failed_locally:
             self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
-        return entry.error if not had_ended and kind_of(entry.error or {}) == "path_in_use" else None
+        return part.error if not had_ended and kind_of(part.error or {}) == "path_in_use" else None
 
     # ---- the seal ---------------------------------------------------------------------------------------------------
 
@@ -72,27 +72,27 @@ class SaveAdmission:
         found = self._part_in(slot, generation, request, sealed=True)
         if found is None:
             return False
-        save, entry = found
-        entry.ring_segments = request.ring_segments
-        if not entry.is_open:  # it has ended, or the snapshot was accepted before
-            if entry.phase == COMMITTED and (entry.slot, entry.generation) == (slot.number, generation):
-                slot.part = (save, entry)  # the snapshot can still be loaded from the slot
+        save, part = found
+        part.ring_segments = request.ring_segments
+        if not part.is_open:  # it has ended, or the snapshot was accepted before
+            if part.phase == COMMITTED and (part.slot, part.generation) == (slot.number, generation):
+                slot.last = (save, part)  # the snapshot can still be loaded from the slot
             return False
-        entry.slot, entry.generation, entry.request = slot.number, generation, request
-        entry.commit_timeout_s = min(entry.commit_timeout_s, request.commit_timeout_s)
-        save.timeout_s = min(save.timeout_s, entry.commit_timeout_s)
-        slot.part = (save, entry)
-        declare(save, entry)
+        part.slot, part.generation, part.request = slot.number, generation, request
+        part.commit_timeout_s = min(part.commit_timeout_s, request.commit_timeout_s)
+        save.timeout_s = min(save.timeout_s, part.commit_timeout_s)
+        slot.last = (save, part)
+        declare(save, part)
         save.meet = save.meet or request.changed
         save.sealed_since = self._t.now if save.sealed_since is None else save.sealed_since
         text = "sealed snapshot accepted"
         self._t.log("info", text, save_id=save.save_id, session=slot.session, count="saves_submitted")
-        entry.step = request.step if entry.step is None else entry.step
-        entry.contradiction = own_contradiction(entry, slot)
-        if entry.phase == NEW:
-            self._begin(save, entry, "seal")
+        part.step = request.step if part.step is None else part.step
+        part.contradiction = own_contradiction(part, slot)
+        if part.phase == NEW:
+            self._begin(save, part, "seal")
         else:
-            self._saves.advance(save, entry, "seal")
+            self._saves.advance(save, part, "seal")
         return True
 
     def stream(self, slot: Slot, generation: int, request: SaveRequest) -> None:
@@ -100,20 +100,20 @@ class SaveAdmission:
         found = self._part_in(slot, generation, request, sealed=False)
         if found is None:
             return
-        save, entry = found
-        if not entry.is_open or entry.stream is not None:
+        save, part = found
+        if not part.is_open or part.stream is not None:
             return
-        if (entry.slot, entry.generation) != (slot.number, generation):
+        if (part.slot, part.generation) != (slot.number, generation):
             return
-        slot.part = (save, entry)
-        entry.ring_segments, entry.stream = request.ring_segments, request
-        if entry.ring:
+        slot.last = (save, part)
+        part.ring_segments, part.stream = request.ring_segments, request
+        if part.ring:
             text, level, counter = "writing a ring while it is filled", "info", "saves_ringed"
         else:
             text, level, counter = "writing the slot while it is filled", "debug", "saves_early"
         self._t.log(level, text, save_id=save.save_id, session=slot.session, count=counter)
-        if entry.phase == OPEN and not entry.preparing and not save.failed_locally:
-            self._saves.advance(save, entry, "prepared")
+        if part.phase == OPEN and not part.preparing and not save.failed_locally:
+            self._saves.advance(save, part, "prepared")
 
     def _part_in(
         self, slot: Slot, generation: int, request: SaveRequest, *, sealed: bool
@@ -134,15 +134,15 @@ class SaveAdmission:
         self.supersede(slot, save_id, generation)
         self._runs.note_sequence(save_id, request.world_size)
         save = self._open(save_id, request.world_size, request.rank)
-        entry = save.ranks.get(request.rank)
-        if entry is None:
-            entry = entry_of_request(slot, generation, request, self._t.now)
-            self._add(save, entry, sealed=sealed)
-        if entry.session != slot.session:
-            text = f"two sessions, {entry.session} and this one, save as rank {entry.rank}; the second was ignored"
+        part = save.ranks.get(request.rank)
+        if part is None:
+            part = part_of_request(slot, generation, request, self._t.now)
+            self._add(save, part, sealed=sealed)
+        if part.session != slot.session:
+            text = f"two sessions, {part.session} and this one, save as rank {part.rank}; the second was ignored"
             self._t.log("error", text, save_id=save.save_id, session=slot.session, count="protocol_errors")
             return None
-        return save, entry
+        return save, part
 
     # ---- withdrawal and consent -------------------------------------------------------------------------------------
 
@@ -174,30 +174,30 @@ class SaveAdmission:
         if run is not None and run.members.get(session.rank) == session.name:
             run.hook_answered_at[session.rank] = self._t.now
             if run.followed:
-                if (mine := self._t.entry((m.save_id, session.rank))) is not None:
+                if (mine := self._t.part((m.save_id, session.rank))) is not None:
                     mine.consent = mine.consent or (m.granted, m.reason)
                 return self._t.to_report.add(run.run_id)
-        save, entry = self._t.saves.get(m.save_id), self._t.entry((m.save_id, session.rank))
-        if save is None or entry is None or save.outcome is not None or save.world_size != session.world_size:
+        save, part = self._t.saves.get(m.save_id), self._t.part((m.save_id, session.rank))
+        if save is None or part is None or save.outcome is not None or save.world_size != session.world_size:
             return
-        if entry.session != session.name and entry.session in self._t.sessions:
+        if part.session != session.name and part.session in self._t.sessions:
             return
-        if not m.granted and entry.needs_consent:
-            self._saves.end(save, FAILED, failed(save, entry, "vetoed", f"its pre_commit hook refused: {m.reason}"))
-        elif m.granted and entry.needs_consent:
-            entry.consent = (True, m.reason)
+        if not m.granted and part.needs_consent:
+            self._saves.end(save, FAILED, failed(save, part, "vetoed", f"its pre_commit hook refused: {m.reason}"))
+        elif m.granted and part.needs_consent:
+            part.consent = (True, m.reason)
             self._saves.commit_when_complete(save)
 
     def supersede(self, slot: Slot, save_id: str, generation: int) -> None:
         """Abandon an unsealed save in `slot`, now that a later `generation` of the slot belongs to `save_id`."""
-        if slot.part is None or slot.part[0].save_id == save_id:
+        if slot.last is None or slot.last[0].save_id == save_id:
             return
-        if slot.part[1].is_open and slot.part[1].generation < generation:
-            self.abandon(*slot.part, "withdrawn", "its slot was used for the next save")
+        if slot.last[1].is_open and slot.last[1].generation < generation:
+            self.abandon(*slot.last, "withdrawn", "its slot was used for the next save")
 
-    def abandon(self, save: Save, entry: RankSave, code: str, detail: str) -> None:
+    def abandon(self, save: Save, part: RankSave, code: str, detail: str) -> None:
         """End a save because a rank will never seal it."""
-        self._saves.end(save, ABANDONED, failed(save, entry, code, detail))
+        self._saves.end(save, ABANDONED, failed(save, part, code, detail))
 
     # ---- adding parts -----------------------------------------------------------------------------------------------
 
@@ -207,26 +207,26 @@ class SaveAdmission:
             save = self._t.saves[save_id] = Save(save_id, world_size)
         return save
 
-    def _add(self, save: Save, entry: RankSave, *, sealed: bool = False) -> None:
+    def _add(self, save: Save, part: RankSave, *, sealed: bool = False) -> None:
         """Add a rank's part. It ends like its save if that has ended; else it begins, unless its seal will begin it."""
-        save.add(entry)
-        declare(save, entry)
-        if (session := self._t.sessions.get(entry.session)) is not None:
-            session.last = (save, entry)
-        if save.outcome == COMMITTED and sealed and entry.from_dead_worker:  # the dead worker had committed it
-            self._saves.advance(save, entry, "commit")
+        save.add(part)
+        declare(save, part)
+        if (session := self._t.sessions.get(part.session)) is not None:
+            session.last = (save, part)
+        if save.outcome == COMMITTED and sealed and part.from_dead_worker:  # the dead worker had committed it
+            self._saves.advance(save, part, "commit")
         elif save.outcome is not None:
-            error = save.error or failed(save, entry, "disagree", "it has ended before")
-            is_unknown = save.outcome == UNKNOWN and entry.from_dead_worker
-            self._saves.advance(save, entry, "lose" if is_unknown else "fail", error)
+            error = save.error or failed(save, part, "disagree", "it has ended before")
+            is_unknown = save.outcome == UNKNOWN and part.from_dead_worker
+            self._saves.advance(save, part, "lose" if is_unknown else "fail", error)
         elif not sealed:
-            self._begin(save, entry, "begin")
+            self._begin(save, part, "begin")
 
-    def _begin(self, save: Save, entry: RankSave, event: str) -> None:
+    def _begin(self, save: Save, part: RankSave, event: str) -> None:
         """Give a part its first phase: `recovering` if a dead worker may have committed its save."""
-        if entry.from_dead_worker and not save.known_uncommitted:
+        if part.from_dead_worker and not save.known_uncommitted:
             event = "recover"
-        self._saves.advance(save, entry, event)
+        self._saves.advance(save, part, event)
 
     def _refuse_world(self, save_id: SaveId, rank: int, world_size: int, session: str) -> Wire:
         """Log and return the error of a rank of another world; end its save, unless that is being committed."""
@@ -239,7 +239,7 @@ class SaveAdmission:
         return error
 
 
-def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1, resumed: bool = False) -> RankSave:
+def part_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1, resumed: bool = False) -> RankSave:
     """Return the part of a rank that has begun.
 
     Args:
@@ -261,13 +261,13 @@ def entry_of_begin(session: Session, m: Begin, now: float, *, adopted: int = -1,
         overwrite=m.overwrite,
         begun_at=now,
         commit_timeout_s=m.commit_timeout_s,
-        link=session.link,
+        follower=session.follower,
         storage=session.storage,
         from_dead_worker=resumed or m.generation <= adopted,
     )
 
 
-def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: float) -> RankSave:
+def part_of_request(slot: Slot, generation: int, request: SaveRequest, now: float) -> RankSave:
     """Return the part of a rank whose Begin was not received, from the request in its slot."""
     return RankSave(
         rank=request.rank,
@@ -282,7 +282,7 @@ def entry_of_request(slot: Slot, generation: int, request: SaveRequest, now: flo
         overwrite=request.overwrite,
         begun_at=now,
         commit_timeout_s=request.commit_timeout_s,
-        link=slot.link,
+        follower=slot.follower,
         storage=slot.storage,
         from_dead_worker=generation <= slot.adopted_generation,
     )

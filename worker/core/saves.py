@@ -27,7 +27,16 @@ from asyncckpt.protocol.save_phases import (
 from asyncckpt.storage.files import COPY_UNKNOWN
 from asyncckpt_worker.core.actions import Commit, CutOff, Prepare, Remove, Write
 from asyncckpt_worker.core.consistency import disagreement, settle_step, unequal_samples
-from asyncckpt_worker.core.events import Contents, InternalFault, Prepared, Published, Removed, SaveKey, Wire, Written
+from asyncckpt_worker.core.events import (
+    ContentDigests,
+    InternalFault,
+    Prepared,
+    Published,
+    Removed,
+    SaveKey,
+    Wire,
+    Written,
+)
 from asyncckpt_worker.core.failures import (
     count,
     disagree,
@@ -59,7 +68,7 @@ from asyncckpt_worker.core.model import (
 )
 from asyncckpt_worker.core.runs import RunRegistry
 from asyncckpt_worker.core.tables import Tables
-from asyncckpt_worker.mirrors.schedule import Copy, MirrorRegistry
+from asyncckpt_worker.mirrors.schedule import MirrorCopy, MirrorRegistry
 
 
 class SaveRegistry:
@@ -80,65 +89,65 @@ class SaveRegistry:
 
     # ---- the table --------------------------------------------------------------------------------------------------
 
-    def advance(self, save: Save, entry: RankSave, event: str, error: Wire | None = None) -> None:
+    def advance(self, save: Save, part: RankSave, event: str, error: Wire | None = None) -> None:
         """Move a rank's part by one event, and take the steps of the cell; an ended part stays as it is.
 
         A missing cell is a bug in the worker, and ends the save.
         """
-        was = entry.phase
+        was = part.phase
         if was in ENDED:
             return
         cell = TABLE[was].get(event)
         if cell is None:
-            text = f"rank {entry.rank} of save {save.save_id} cannot {event!r} in phase {was!r}"
+            text = f"rank {part.rank} of save {save.save_id} cannot {event!r} in phase {was!r}"
             return self._t.fault(save.save_id, ValueError(text))
-        entry.phase, steps = cell
-        if entry.phase in ENDED:
-            entry.request, entry.stream, entry.error = None, None, error
-        if entry.phase in ENDED or entry.phase == DURABLE:
-            self._t.changed[(save.save_id, entry.rank)] = None
-        save.count_phase(entry, was)
-        self._t.touched[(save.save_id, entry.rank)] = None
+        part.phase, steps = cell
+        if part.phase in ENDED:
+            part.request, part.stream, part.error = None, None, error
+        if part.phase in ENDED or part.phase == DURABLE:
+            self._t.changed[(save.save_id, part.rank)] = None
+        save.count_phase(part, was)
+        self._t.touched[(save.save_id, part.rank)] = None
         for step in steps:
-            if entry.phase not in ENDED:
-                self._steps[step](save, entry)
+            if part.phase not in ENDED:
+                self._steps[step](save, part)
         return None
 
-    def _admit(self, save: Save, entry: RankSave) -> None:
+    def _admit(self, save: Save, part: RankSave) -> None:
         """End a save that can never commit; if a dead worker may have committed it, `prepared` checks that later."""
         same_call = self._t.of_call(save.save_id.call)
         twins = [s for s in same_call if s.save_id != save.save_id and s.world_size > 1]
         if twins:
-            detail = f"rank {entry.rank} saves it as {save.save_id}, others as {twins[0].save_id}"
+            detail = f"rank {part.rank} saves it as {save.save_id}, others as {twins[0].save_id}"
             open_twins = [t for t in twins if isinstance(t, Save) and t.outcome is None and not t.committing]
             for one in [save, *open_twins]:
                 ranks = {*save.ranks, *twins[0].ranks}
-                self.end(one, FAILED, disagree(one.save_id, entry.path, detail, ranks))
-        elif entry.from_dead_worker:
+                self.end(one, FAILED, disagree(one.save_id, part.path, detail, ranks))
+        elif part.from_dead_worker:
             pass
-        elif entry.is_open and (why := self._runs.why_impossible(save)) is not None:
+        elif part.is_open and (why := self._runs.why_impossible(save)) is not None:
             self.end(save, *why)
         elif not self._t.is_followed(save.save_id):  # else the leader checks it for all ranks
-            other = open_save_at_path(entry.path, save.save_id, self._t.saves)
+            other = open_save_at_path(part.path, save.save_id, self._t.saves)
             if other is not None:
-                self.end(save, FAILED, path_in_use(save, entry, other.save_id))
+                self.end(save, FAILED, path_in_use(save, part, other.save_id))
 
-    def _prepare(self, save: Save, entry: RankSave) -> None:
-        if save.failed_locally or (entry.link and not entry.from_dead_worker):
+    def _prepare(self, save: Save, part: RankSave) -> None:
+        if save.failed_locally or (part.follower and not part.from_dead_worker):
             return
-        entry.job = PREPARE
+        part.job = PREPARE
         save.jobs += 1
-        self._t.actions.append(prepare_of(save.save_id, entry))
+        self._t.actions.append(prepare_of(save.save_id, part))
 
-    def _compare(self, save: Save, entry: RankSave) -> None:
+    def _compare(self, save: Save, part: RankSave) -> None:
         """End a save whose ranks disagree, or that a rank can no longer join."""
-        if entry.is_open:
+        if part.is_open:
             return
-        problem = self._problem(save, entry)
-        settle_step(save, entry)
+        problem = self._problem(save, part)
+        settle_step(save, part)
         if problem is not None:
             self.end(save, FAILED, problem)
-        elif not entry.from_dead_worker and (why := self._runs.why_impossible(save)) is not None:
+        elif not part.from_dead_worker and (why := self._runs.why_impossible(save)) is not None:
             self.end(save, *why)
         else:
             save.complete = not save.awaits_seals
@@ -146,38 +155,38 @@ class SaveRegistry:
                 self._t.review_closing_slots = True
                 self.update_deadline(save)
 
-    def _problem(self, save: Save, entry: RankSave) -> Wire | None:
+    def _problem(self, save: Save, part: RankSave) -> Wire | None:
         """Compare a rank that has just sealed with its session and the other ranks; after the last rank, samples."""
-        if entry.contradiction:
-            return failed(save, entry, "disagree", entry.contradiction)
-        found = disagreement(save, entry)
+        if part.contradiction:
+            return failed(save, part, "disagree", part.contradiction)
+        found = disagreement(save, part)
         if found is not None:
-            return disagree(save.save_id, entry.path, found[0], [entry.rank, found[1]], found[2])
+            return disagree(save.save_id, part.path, found[0], [part.rank, found[1]], found[2])
         if save.awaits_seals:
             return None
         for fqn, split, groups in unequal_samples(save):
             # IMPORTANT: also where one rank writes the whole tensor. The writer differs from tensor to tensor, so the
             # checkpoint would be a state that no rank ever had.
-            return mismatch(save, entry.path, fqn, groups, split=split)
+            return mismatch(save, part.path, fqn, groups, split=split)
         return None
 
-    def _proceed(self, save: Save, entry: RankSave) -> None:
-        if not entry.preparing and save.pending_failure is None:
-            self.advance(save, entry, "prepared")
+    def _proceed(self, save: Save, part: RankSave) -> None:
+        if not part.preparing and save.pending_failure is None:
+            self.advance(save, part, "prepared")
 
-    def _stream(self, save: Save, entry: RankSave) -> None:
-        if entry.stream is not None and not entry.job:
-            start_writing(self._t, save, entry, entry.stream)
+    def _stream(self, save: Save, part: RankSave) -> None:
+        if part.stream is not None and not part.job:
+            start_writing(self._t, save, part, part.stream)
 
-    def _write(self, save: Save, entry: RankSave) -> None:
-        assert entry.request is not None
-        if not entry.link and not entry.streaming:
-            start_writing(self._t, save, entry, entry.request)
-        elif entry.result is not None:  # all files were written before the seal was read
-            self.advance(save, entry, "written")
+    def _write(self, save: Save, part: RankSave) -> None:
+        assert part.request is not None
+        if not part.follower and not part.streaming:
+            start_writing(self._t, save, part, part.request)
+        elif part.result is not None:  # all files were written before the seal was read
+            self.advance(save, part, "written")
 
-    def _complete(self, save: Save, entry: RankSave) -> None:
-        entry.durable_at = self._t.now
+    def _complete(self, save: Save, part: RankSave) -> None:
+        part.durable_at = self._t.now
         save.waiting_since = self._t.now if save.waiting_since is None else save.waiting_since
         self.commit_when_complete(save)
 
@@ -187,14 +196,14 @@ class SaveRegistry:
         found = self._whose_job(event.key, PREPARE)
         if found is None:
             return
-        save, entry = found
-        entry.home = event.home
+        save, part = found
+        part.directory_identity = event.directory_identity
         checked = event.error is None or event.known_uncommitted
-        if checked and not event.committed and entry.phase == RECOVERING:
+        if checked and not event.committed and part.phase == RECOVERING:
             self._resume(save)
-        entry.job = ""
+        part.job = ""
         save.jobs -= 1
-        refusal = deferred_refusal(self._t, self._runs, save, entry) if entry.from_dead_worker else None
+        refusal = deferred_refusal(self._t, self._runs, save, part) if part.from_dead_worker else None
         if save.outcome is not None:
             clean_up(self._t, save)
         elif event.error is not None:
@@ -209,53 +218,53 @@ class SaveRegistry:
         elif refusal is not None:
             self.end(save, *refusal)
         else:
-            self.advance(save, entry, "prepared")
+            self.advance(save, part, "prepared")
 
     def _resume(self, save: Save) -> None:
         """Continue a save of a dead worker that was not committed; from now on only this worker can commit it."""
         save.known_uncommitted = True
-        for entry in save.ranks.values():
-            if entry.phase == RECOVERING:
-                self.advance(save, entry, "resume_open" if entry.is_open else "resume_sealed")
+        for part in save.ranks.values():
+            if part.phase == RECOVERING:
+                self.advance(save, part, "resume_open" if part.is_open else "resume_sealed")
 
     def written(self, event: Written) -> None:
         found = self._whose_job(event.key, WRITE)
         if found is None:
             return
-        save, entry = found
-        entry.job, self._t.touched[event.key] = "", None
+        save, part = found
+        part.job, self._t.touched[event.key] = "", None
         save.jobs -= 1
-        slot = self._t.slots.get(entry.slot)
+        slot = self._t.slots.get(part.slot)
         if slot is not None:
             slot.writes.discard(event.key)
             self._t.review_closing_slots = self._t.review_closing_slots or slot.closing
-        entry.report.update(event.report)
+        part.report.update(event.report)
         if event.error is None:
-            entry.result, entry.written_at = event.result, self._t.now
+            part.result, part.written_at = event.result, self._t.now
         if save.outcome is not None:
             clean_up(self._t, save)
-        elif event.error is not None and entry.streaming and not entry.ring and kind_of(event.error) != COPY_UNKNOWN:
-            write_again(self._t, save, entry, event.error)
+        elif event.error is not None and part.streaming and not part.ring and kind_of(event.error) != COPY_UNKNOWN:
+            write_again(self._t, save, part, event.error)
         elif event.error is not None:
             self.end(save, FAILED, event.error)
         else:
-            self.advance(save, entry, "written")
+            self.advance(save, part, "written")
 
     def _whose_job(self, key: SaveKey, job: str) -> tuple[Save, RankSave] | None:
-        save, entry = self._t.saves.get(key[0]), self._t.entry(key)
-        return None if save is None or entry is None or entry.job != job else (save, entry)
+        save, part = self._t.saves.get(key[0]), self._t.part(key)
+        return None if save is None or part is None or part.job != job else (save, part)
 
-    def written_remotely(self, save: Save, entry: RankSave, result: Any, report: Mapping[str, Any]) -> None:
+    def written_remotely(self, save: Save, part: RankSave, result: Any, report: Mapping[str, Any]) -> None:
         """Handle a follower's report that a rank's files are written, or were complete after a failover.
 
         IMPORTANT: a commit that is in progress keeps the first result; the files are the same.
         """
-        if save.outcome is not None or save.committing or entry.phase == OPEN:
+        if save.outcome is not None or save.committing or part.phase == OPEN:
             return
-        entry.result, entry.wrote = result, True
-        entry.report.update(report)
-        if entry.phase not in (DURABLE, RECOVERING):  # else it is durable already, or the directory is checked first
-            self.advance(save, entry, "written")
+        part.result, part.wrote = result, True
+        part.report.update(report)
+        if part.phase not in (DURABLE, RECOVERING):  # else it is durable already, or the directory is checked first
+            self.advance(save, part, "written")
 
     def published(self, event: Published) -> None:
         save = self._t.saves.get(event.save_id)
@@ -263,16 +272,16 @@ class SaveRegistry:
             return
         save.job = ""
         save.jobs -= 1
-        for entry in save.ranks.values():
-            entry.report.update(event.report)
+        for part in save.ranks.values():
+            part.report.update(event.report)
         if event.error is not None:
             self.end(save, UNKNOWN if event.unknown else FAILED, event.error)
             return
         found: dict[str, Any] = {}
         # IMPORTANT: guarded without the save's ID: it is committed, and a bug in what follows must not end it.
-        self._t.run_guarded("", lambda: found.update(compare(self._t, save, event.contents)))
-        for entry in save.ranks.values():
-            entry.report.update(found)
+        self._t.run_guarded("", lambda: found.update(compare(self._t, save, event.digests)))
+        for part in save.ranks.values():
+            part.report.update(found)
         self._committed(save, {**event.report, **found})
 
     def removed(self, event: Removed) -> None:
@@ -314,7 +323,7 @@ class SaveRegistry:
             detail = f"its pre_commit hook did not answer for {silent.request.hook_timeout_s:g} s"
             self.end(save, FAILED, failed(save, silent, "vetoed", detail))
         else:
-            late = [e.rank for e in save.ranks.values() if e.link and (e.phase != DURABLE or e.needs_consent)]
+            late = [e.rank for e in save.ranks.values() if e.follower and (e.phase != DURABLE or e.needs_consent)]
             self.end(save, FAILED, timed_out(save, save.missing or sorted(late)))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
@@ -339,23 +348,23 @@ class SaveRegistry:
         self._runs.record_outcome(save.save_id, meet=save.meet or requires_meeting(error))
         if outcome == UNKNOWN:
             self._recover_open(save)
-        for entry in save.ranks.values():
-            self.advance(save, entry, ENDS[outcome], error)
-        entry = next(iter(save.ranks.values()))
-        facts = {"step": entry.step, "path": entry.path, "code": error.get("code")}
+        for part in save.ranks.values():
+            self.advance(save, part, ENDS[outcome], error)
+        part = next(iter(save.ranks.values()))
+        facts = {"step": part.step, "path": part.path, "code": error.get("code")}
         count(self._t.failures, error)
         level = "warning" if outcome == ABANDONED else "error"
         text = f"{outcome}: {error.get('text', '')}"
-        self._t.log(level, text, save_id=save.save_id, session=entry.session, count=f"saves_{outcome}", **facts)
+        self._t.log(level, text, save_id=save.save_id, session=part.session, count=f"saves_{outcome}", **facts)
         stop_streams(self._t, save)
         clean_up(self._t, save)
         self._commit_next(save)
 
     def _recover_open(self, save: Save) -> None:
         """Move open parts that a dead worker may have made durable to `recovering`: they end like durable ones."""
-        for entry in save.ranks.values():
-            if entry.phase == OPEN and entry.from_dead_worker:
-                self.advance(save, entry, "recover")
+        for part in save.ranks.values():
+            if part.phase == OPEN and part.from_dead_worker:
+                self.advance(save, part, "recover")
 
     def found_committed(self, save: Save, report: Mapping[str, Any]) -> None:
         """End a save that another worker has committed."""
@@ -369,15 +378,15 @@ class SaveRegistry:
         run = self._t.run_of(save.save_id)
         if run is not None and run.followed:
             run.found_committed[save.save_id.sequence] = (save.meet, self._t.now)
-        for entry in save.ranks.values():
+        for part in save.ranks.values():
             error = None
-            if entry.phase == OPEN:
-                error = failed(save, entry, "not_sealed", "it was committed before, without this rank's snapshot")
-            self.advance(save, entry, ENDS[COMMITTED], error)
-            entry.result = None
-        entry = save.ranks[min(save.ranks)]
-        facts = {**report, "step": entry.step, "path": entry.path}
-        self._t.log("info", "committed", save_id=save.save_id, session=entry.session, count="saves_committed", **facts)
+            if part.phase == OPEN:
+                error = failed(save, part, "not_sealed", "it was committed before, without this rank's snapshot")
+            self.advance(save, part, ENDS[COMMITTED], error)
+            part.result = None
+        part = save.ranks[min(save.ranks)]
+        facts = {**report, "step": part.step, "path": part.path}
+        self._t.log("info", "committed", save_id=save.save_id, session=part.session, count="saves_committed", **facts)
         self._commit_next(save)
 
     def _mirror(self, save: Save) -> None:
@@ -387,9 +396,9 @@ class SaveRegistry:
         """
         first = save.ranks[min(save.ranks)]
         if first.request is not None and first.request.mirror and not self._t.is_followed(save.save_id):
-            nbytes = sum(int(entry.report.get("nbytes", entry.nbytes)) for entry in save.ranks.values())
+            nbytes = sum(int(part.report.get("nbytes", part.nbytes)) for part in save.ranks.values())
             self._mirrors.committed(
-                Copy(
+                MirrorCopy(
                     save.save_id,
                     first.path,
                     first.request.mirror,
@@ -438,34 +447,34 @@ class SaveRegistry:
         # IMPORTANT: every rank of the world must be durable; else the manifest would publish an incomplete checkpoint.
         if self._t.is_followed(save.save_id) or save.pending_failure is not None or save.n_durable != save.world_size:
             return False
-        entries = [save.ranks[r] for r in sorted(save.ranks)]
-        assert len(entries) == save.world_size and all(e.phase == DURABLE for e in entries)
-        if any(e.needs_consent for e in entries):
+        parts = [save.ranks[r] for r in sorted(save.ranks)]
+        assert len(parts) == save.world_size and all(e.phase == DURABLE for e in parts)
+        if any(e.needs_consent for e in parts):
             return False
         overdue = save.waiting_since is not None and self._t.now - save.waiting_since >= save.timeout_s
         if has_earlier_open_save(save, self._t.saves) and not overdue:
             return False
-        requests = tuple(e.request for e in entries if e.request is not None)
+        requests = tuple(e.request for e in parts if e.request is not None)
         assert len(requests) == save.world_size
         save.job = COMMIT
         save.jobs += 1
-        remote = tuple(e.rank for e in entries if e.link)
-        results = tuple(e.result for e in entries)
-        storage = next((e.storage for e in entries if not e.link), NO_OPTIONS)
+        remote = tuple(e.rank for e in parts if e.follower)
+        results = tuple(e.result for e in parts)
+        storage = next((e.storage for e in parts if not e.follower), NO_OPTIONS)
         self._t.actions.append(
             Commit(save_id=save.save_id, requests=requests, results=results, remote=remote, storage=storage)
         )
         return True
 
 
-def deferred_refusal(t: Tables, runs: RunRegistry, save: Save, entry: RankSave) -> tuple[str, Wire] | None:
+def deferred_refusal(t: Tables, runs: RunRegistry, save: Save, part: RankSave) -> tuple[str, Wire] | None:
     """Return why a save of a dead worker, found not committed, cannot continue: outcome and error, or None."""
     if t.is_followed(save.save_id):
         return None  # the leader checks it for all ranks, and knows consents that were lost with the dead worker
     if (why := runs.why_impossible(save)) is not None:
         return why
-    other = open_save_at_path(entry.path, save.save_id, t.saves)
-    return None if other is None else (FAILED, path_in_use(save, entry, other.save_id))
+    other = open_save_at_path(part.path, save.save_id, t.saves)
+    return None if other is None else (FAILED, path_in_use(save, part, other.save_id))
 
 
 def outcome_or_unknown(t: Tables, save: Save, outcome: str, error: Wire) -> tuple[str, Wire]:
@@ -484,7 +493,7 @@ def outcome_or_unknown(t: Tables, save: Save, outcome: str, error: Wire) -> tupl
     return UNKNOWN, leader_lost(save, why, unknown=True)
 
 
-def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, Any]:
+def compare(t: Tables, save: Save, digests: ContentDigests | None) -> Mapping[str, Any]:
     """Compare a save that was just committed with the run's last one, and remember it; return the report's figures.
 
     A warning is logged if nothing has changed. After a save without digests, the next save is not compared.
@@ -493,16 +502,16 @@ def compare(t: Tables, save: Save, contents: Contents | None) -> Mapping[str, An
     run = t.run_of(saved)
     if run is None:
         return {}
-    entry = save.ranks[min(save.ranks)]
+    part = save.ranks[min(save.ranks)]
     before = run.committed
-    now = None if contents is None else Committed(saved.sequence, entry.step or 0, contents)
+    now = None if digests is None else Committed(saved.sequence, part.step or 0, digests)
     if before is not None and before.sequence >= saved.sequence:
         return {}  # a later save was committed before it
     run.committed = now
     found = unchanged(before, now) if before is not None and now is not None else {}
     if found.get("unchanged"):
-        text = f"step {entry.step} is bit for bit what step {found['same_tensors_as_step']} was"
-        t.log("warning", text, save_id=save.save_id, count="saves_unchanged", path=entry.path)
+        text = f"step {part.step} is bit for bit what step {found['same_tensors_as_step']} was"
+        t.log("warning", text, save_id=save.save_id, count="saves_unchanged", path=part.path)
     return found
 
 
@@ -517,35 +526,35 @@ def unchanged(last: Committed, save: Committed) -> dict[str, Any]:
         `same_tensors_as_step`: the step of the save before; and `unchanged`: True, if the rest is equal too, except the
         step.
     """
-    if last.step == save.step or last.contents.tensors != save.contents.tensors:
+    if last.step == save.step or last.digests.tensors != save.digests.tensors:
         return {}
     same = {"same_tensors_as_step": last.step}
-    return same | ({"unchanged": True} if last.contents.rest == save.contents.rest else {})
+    return same | ({"unchanged": True} if last.digests.rest == save.digests.rest else {})
 
 
-def start_writing(t: Tables, save: Save, entry: RankSave, request: SaveRequest) -> None:
+def start_writing(t: Tables, save: Save, part: RankSave, request: SaveRequest) -> None:
     """Start the job that writes the files of a rank, whose directory exists."""
-    key = (save.save_id, entry.rank)
-    early = entry.phase == OPEN
-    assert not entry.job
-    entry.job, entry.wrote, entry.streaming = WRITE, True, early or entry.ring
+    key = (save.save_id, part.rank)
+    early = part.phase == OPEN
+    assert not part.job
+    part.job, part.wrote, part.streaming = WRITE, True, early or part.ring
     save.jobs += 1
-    t.slots[entry.slot].writes.add(key)
+    t.slots[part.slot].writes.add(key)
     t.touched[key] = None
     t.actions.append(
         Write(
             key=key,
-            slot=entry.slot,
-            generation=entry.generation,
+            slot=part.slot,
+            generation=part.generation,
             request=request,
-            resumed=entry.from_dead_worker,
+            resumed=part.from_dead_worker,
             early=early,
-            storage=entry.storage,
+            storage=part.storage,
         )
     )
 
 
-def write_again(t: Tables, save: Save, entry: RankSave, error: Wire) -> None:
+def write_again(t: Tables, save: Save, part: RankSave, error: Wire) -> None:
     """Handle the failure of a write that started before the seal.
 
     IMPORTANT: not for `COPY_UNKNOWN`: a late copy would replace what is written to the same name. Any other failure
@@ -553,40 +562,40 @@ def write_again(t: Tables, save: Save, entry: RankSave, error: Wire) -> None:
     nothing for too long. Once sealed, the snapshot is written again, and that error ends the save. A sealed snapshot
     can be loaded from memory even if it cannot be written.
     """
-    entry.streaming = False
+    part.streaming = False
     text = f"the write before the seal failed; the sealed snapshot is written again: {error.get('text', '')}"
-    t.log("info", text, save_id=save.save_id, session=entry.session, count="early_failed")
-    if entry.phase == WRITING and not save.failed_locally:
-        assert entry.request is not None
-        start_writing(t, save, entry, entry.request)
+    t.log("info", text, save_id=save.save_id, session=part.session, count="early_failed")
+    if part.phase == WRITING and not save.failed_locally:
+        assert part.request is not None
+        start_writing(t, save, part, part.request)
 
 
 def stop_early_writes(t: Tables) -> None:
     """Stop writes of unsealed slots, except of rings: the drain does not wait for their trainers any longer."""
-    for _, entry in t.entries():
-        if entry.phase == OPEN and entry.streaming and entry.writing and not entry.ring:
-            t.actions.append(CutOff(slot=entry.slot, generation=entry.generation))
+    for _, part in t.parts():
+        if part.phase == OPEN and part.streaming and part.writing and not part.ring:
+            t.actions.append(CutOff(slot=part.slot, generation=part.generation))
 
 
 def stop_streams(t: Tables, save: Save) -> None:
     """Stop writes of an ended save that wait for their trainers to fill the slots."""
-    for entry in save.ranks.values():
-        if entry.streaming and entry.writing:
-            t.actions.append(CutOff(slot=entry.slot, generation=entry.generation))
+    for part in save.ranks.values():
+        if part.streaming and part.writing:
+            t.actions.append(CutOff(slot=part.slot, generation=part.generation))
 
 
-def prepare_of(save_id: str, entry: RankSave) -> Prepare:
+def prepare_of(save_id: str, part: RankSave) -> Prepare:
     """Return the job that creates the directory of a rank's part."""
     return Prepare(
-        key=(save_id, entry.rank),
-        path=entry.path,
-        step=entry.step,
-        nbytes=entry.nbytes,
-        umask=entry.umask,
-        fsync=entry.fsync,
-        overwrite=entry.overwrite,
-        resumed=entry.from_dead_worker,
-        storage=entry.storage,
+        key=(save_id, part.rank),
+        path=part.path,
+        step=part.step,
+        nbytes=part.nbytes,
+        umask=part.umask,
+        fsync=part.fsync,
+        overwrite=part.overwrite,
+        resumed=part.from_dead_worker,
+        storage=part.storage,
     )
 
 
@@ -595,14 +604,14 @@ def clean_up(t: Tables, save: Save) -> None:
 
     IMPORTANT: also the files of a rank whose write has failed, since the write job may leave some of them.
     """
-    left = [e for e in save.ranks.values() if e.wrote or (e.from_dead_worker and not e.link)]
+    left = [e for e in save.ranks.values() if e.wrote or (e.from_dead_worker and not e.follower)]
     # IMPORTANT: never after `unknown`: the manifest may exist, and these would be its files.
     if save.outcome in (FAILED, ABANDONED) and left and not save.jobs:
         t.actions.append(Remove(save_id=save.save_id, path=left[0].path, storage=left[0].storage))
         save.job = REMOVE
         save.jobs += 1
-        for entry in [e for e in left if e.path == left[0].path]:
-            entry.result, entry.wrote, entry.from_dead_worker = None, False, False
+        for part in [e for e in left if e.path == left[0].path]:
+            part.result, part.wrote, part.from_dead_worker = None, False, False
 
 
 def _overdue(save: Save, since: float) -> float:
@@ -613,7 +622,7 @@ def _overdue(save: Save, since: float) -> float:
     missing, timeout_s = save.missing, save.timeout_s
     if not missing:
         return float("inf")
-    streaming = {rank: entry for rank, entry in save.ranks.items() if entry.streaming}
+    streaming = {rank: part for rank, part in save.ranks.items() if part.streaming}
     if any(rank not in streaming for rank in missing):
         return since + timeout_s
     idle = [streaming[rank].written_at for rank in missing if not streaming[rank].writing]
@@ -627,42 +636,42 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
     if not waits or since is None or t.is_followed(save.save_id):
         return float("inf"), None
     found: tuple[float, RankSave | None] = (_overdue(save, since), None)
-    for entry in save.ranks.values() if t.last_message_at else ():  # only with followers
-        writes_ring = entry.phase == OPEN and entry.streaming and entry.written_at == float("inf")
-        awaited = entry.phase in (SEALED, WRITING) or writes_ring or entry.needs_consent
-        if entry.link and awaited:
-            last_message_at = t.last_message_at.get(entry.link, since)
+    for part in save.ranks.values() if t.last_message_at else ():  # only with followers
+        writes_ring = part.phase == OPEN and part.streaming and part.written_at == float("inf")
+        awaited = part.phase in (SEALED, WRITING) or writes_ring or part.needs_consent
+        if part.follower and awaited:
+            last_message_at = t.last_message_at.get(part.follower, since)
             found = min(found, (max(since, last_message_at) + save.timeout_s, None), key=lambda pair: pair[0])
     run, turn = t.run_of(save.save_id), save.hooks_since
     answered_at = run.hook_answered_at if run is not None else {}
     if save.waiting_since is not None and has_earlier_open_save(save, t.saves):
         turn = save.waiting_since + save.timeout_s  # as the commit, which waits for earlier saves until then
-    for entry in save.ranks.values():
-        if entry.request is not None and entry.needs_consent and entry.durable_at is not None:
-            asked_at = max(entry.durable_at, turn, answered_at.get(entry.rank, 0.0))
-            silent_until = asked_at + entry.request.hook_timeout_s
-            found = min(found, (silent_until, entry), key=lambda pair: pair[0])
+    for part in save.ranks.values():
+        if part.request is not None and part.needs_consent and part.durable_at is not None:
+            asked_at = max(part.durable_at, turn, answered_at.get(part.rank, 0.0))
+            silent_until = asked_at + part.request.hook_timeout_s
+            found = min(found, (silent_until, part), key=lambda pair: pair[0])
     return found
 
 
-def bring_deadline_forward(save: Save, entry: RankSave, now: float) -> None:
+def bring_deadline_forward(save: Save, part: RankSave, now: float) -> None:
     """Lower `next_deadline_at` after a phase change of a rank, without the loop over all ranks in `deadline`.
 
     IMPORTANT: never set it later than `deadline` would: the save would end too late. Too early only costs a check.
     """
-    if save.sealed_since is not None and (save.awaits_seals or entry.link):
+    if save.sealed_since is not None and (save.awaits_seals or part.follower):
         save.next_deadline_at = min(save.next_deadline_at, save.sealed_since + save.timeout_s)
-    if entry.request is not None and entry.durable_at is not None and entry.needs_consent:
+    if part.request is not None and part.durable_at is not None and part.needs_consent:
         save.next_deadline_at = min(
-            save.next_deadline_at, max(entry.durable_at, save.hooks_since) + entry.request.hook_timeout_s
+            save.next_deadline_at, max(part.durable_at, save.hooks_since) + part.request.hook_timeout_s
         )
 
 
-def forget_inactive_links(t: Tables, links: Set[str]) -> None:
-    """Forget the last message of followers that are not in `links` and have no rank in an open save."""
-    over = t.last_message_at.keys() - links
+def forget_inactive_followers(t: Tables, followers: Set[str]) -> None:
+    """Forget the last message of followers that are not in `followers` and have no rank in an open save."""
+    over = t.last_message_at.keys() - followers
     if over:
-        for name in over - {e.link for s, e in t.entries() if s.outcome is None}:
+        for name in over - {e.follower for s, e in t.parts() if s.outcome is None}:
             del t.last_message_at[name]
 
 

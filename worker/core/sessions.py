@@ -8,8 +8,8 @@ from asyncckpt.basics.storage_options import StorageOptions
 from asyncckpt.errors import AsyncCkptError, ProtocolError, WorkerUnavailableError
 from asyncckpt.protocol.messages import Hello, Welcome
 from asyncckpt_worker.core.actions import Resources
+from asyncckpt_worker.core.boards import BoardRegistry
 from asyncckpt_worker.core.events import Died, Peer
-from asyncckpt_worker.core.exchange import BoardRegistry
 from asyncckpt_worker.core.kept_snapshots import SnapshotRegistry
 from asyncckpt_worker.core.model import MAX_SESSIONS, Session
 from asyncckpt_worker.core.runs import RunRegistry
@@ -48,7 +48,7 @@ class SessionRegistry:
             self._t.peers.pop(known.peer, None)
             self._t.peers[peer], known.peer = known.name, peer
             return self._t.send(peer, self._welcome(m.id))
-        own = sum(not s.link for s in self._t.sessions.values())  # ranks of other nodes do not count
+        own = sum(not s.follower for s in self._t.sessions.values())  # ranks of other nodes do not count
         if self._t.draining or own >= MAX_SESSIONS:
             why = "is shutting down" if self._t.draining else f"already serves {MAX_SESSIONS} sessions, its limit"
             return self._t.refuse(peer, m.id, WorkerUnavailableError(f"this worker {why}; start another", detail=why))

@@ -21,11 +21,11 @@ from asyncckpt.protocol.messages import Adopt, Allocate, Begin, Granted, Ok, Rel
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.save_phases import COMMITTED
 from asyncckpt_worker.core.actions import AdoptSlot, FreeSlot, ReadSlot, Resources
-from asyncckpt_worker.core.events import SlotCreated, SlotRead
+from asyncckpt_worker.core.events import SlotAdopted, SlotRead
 from asyncckpt_worker.core.failures import busy, draining
 from asyncckpt_worker.core.kept_snapshots import SnapshotRegistry, is_in_flight
 from asyncckpt_worker.core.model import MAX_JOBS, MAX_SLOTS_PER_SESSION, Save, Session, Slot, Waiter
-from asyncckpt_worker.core.save_admission import SaveAdmission, entry_of_request
+from asyncckpt_worker.core.save_admission import SaveAdmission, part_of_request
 from asyncckpt_worker.core.tables import Tables
 
 MAX_WAITERS = 16
@@ -95,7 +95,7 @@ class SlotRegistry:
         else:
             self._created(slot)
 
-    def adopted(self, event: SlotCreated) -> None:
+    def adopted(self, event: SlotAdopted) -> None:
         """Answer the Adopt, and read the slot."""
         slot = self._t.slots.get(event.slot)
         if slot is None or slot.fd >= 0:
@@ -194,18 +194,18 @@ class SlotRegistry:
     def begin(self, session: Session, m: Begin) -> None:
         """Check slot and generation, then begin the save; a repeated Begin changes nothing."""
         slot = self._t.slots.get(m.slot) if m.slot in session.slots else None
-        entry = self._t.entry((m.save_id, session.rank))
+        part = self._t.part((m.save_id, session.rank))
         if slot is None:
             return self._t.refuse(session.peer, m.id, _unknown_slot(m.slot))
         other_world = self._admission.refuse_other_world(session, SaveId.parse(m.save_id))
         if other_world is not None:
             return self._t.refuse(session.peer, m.id, from_wire(other_world))
-        if entry is not None:
-            if entry.slot and (entry.slot, entry.generation) != (m.slot, m.generation):
-                text = f"save {m.save_id} was begun in slot {entry.slot}, generation {entry.generation}"
+        if part is not None:
+            if part.slot and (part.slot, part.generation) != (m.slot, m.generation):
+                text = f"save {m.save_id} was begun in slot {part.slot}, generation {part.generation}"
                 return self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
             return self._t.send(session.peer, Ok(id=m.id))
-        before = slot.part[1] if slot.part is not None else None
+        before = slot.last[1] if slot.last is not None else None
         if m.generation <= slot.accepted_generation or (
             before and before.is_open and m.generation <= before.generation
         ):
@@ -221,7 +221,7 @@ class SlotRegistry:
         self._admission.supersede(slot, m.save_id, m.generation)
         error = self._admission.begin(session, m)
         save = self._t.saves[m.save_id]
-        slot.part = (save, save.ranks[session.rank])
+        slot.last = (save, save.ranks[session.rank])
         if error is not None:
             return self._t.refuse(session.peer, m.id, from_wire(error))
         return self._t.send(session.peer, Ok(id=m.id))
@@ -229,13 +229,13 @@ class SlotRegistry:
     def submit(self, session: Session, m: Submit) -> None:
         """Answer a Submit: at once if the save is known to be sealed, else when its slot has been read."""
         slot = self._t.slots.get(m.slot) if m.slot in session.slots else None
-        entry = self._t.entry((m.save_id, session.rank))
+        part = self._t.part((m.save_id, session.rank))
         if slot is None:
             self._t.refuse(session.peer, m.id, _unknown_slot(m.slot))
-        elif entry is not None and (entry.slot, entry.generation) != (m.slot, m.generation):
-            text = f"save {m.save_id} is in slot {entry.slot}, generation {entry.generation}"
+        elif part is not None and (part.slot, part.generation) != (m.slot, m.generation):
+            text = f"save {m.save_id} is in slot {part.slot}, generation {part.generation}"
             self._t.refuse(session.peer, m.id, ProtocolError(text, detail="slot"))
-        elif entry is not None and not entry.is_open:
+        elif part is not None and not part.is_open:
             self._t.send(session.peer, Ok(id=m.id))
         elif m.generation <= slot.accepted_generation:
             text = f"generation {m.generation} of slot {m.slot} has ended"
@@ -257,7 +257,7 @@ class SlotRegistry:
             slot.committed = ""  # a ring holds only its last segments
         if request is not None and event.streamed:
             # An adopted slot is written before its seal only if it is a ring, and its trainer has sent Begin here.
-            begun = request.ring_segments and self._t.entry((request.save_id, slot.rank)) is not None
+            begun = request.ring_segments and self._t.part((request.save_id, slot.rank)) is not None
             if not slot.closing and (begun or event.generation > slot.adopted_generation):
                 self._admission.stream(slot, event.generation, request)
         elif request is not None and event.generation > slot.accepted_generation:
@@ -274,7 +274,7 @@ class SlotRegistry:
         waiters, slot.waiters = slot.waiters, []
         for w in waiters:
             if request is not None and (request.save_id, event.generation) == (w.save_id, w.generation):
-                if self._t.entry((w.save_id, slot.rank)) is not None:
+                if self._t.part((w.save_id, slot.rank)) is not None:
                     self._t.send(w.peer, Ok(id=w.id))
                 else:
                     detail = "the request in the slot has another rank or world size than its session or its save"
@@ -295,11 +295,11 @@ class SlotRegistry:
         if not self._t.review_closing_slots:
             return
         for slot in list(self._t.closing.values()):
-            if not slot.reading and slot.part is not None:
-                save, entry = slot.part
-                if entry.is_open and entry.slot == slot.number:
+            if not slot.reading and slot.last is not None:
+                save, part = slot.last
+                if part.is_open and part.slot == slot.number:
                     text = "its slot was released before the snapshot was sealed"
-                    self._t.run_guarded(save.save_id, self._admission.abandon, save, entry, "not_sealed", text)
+                    self._t.run_guarded(save.save_id, self._admission.abandon, save, part, "not_sealed", text)
 
     def free_unneeded(self) -> None:
         """Free closing slots that no read, save or reader needs and that are not kept."""
@@ -376,19 +376,19 @@ class AdoptionRegistry:
 
     def _restore(self, slot: Slot, request: SaveRequest) -> None:
         known = self._t.find(request.save_id)
-        is_ours = (request.rank, request.world_size) == (slot.rank, slot.world_size) and slot.part is None
-        if not is_ours or self._t.entry((request.save_id, request.rank)) is not None:
+        is_ours = (request.rank, request.world_size) == (slot.rank, slot.world_size) and slot.last is None
+        if not is_ours or self._t.part((request.save_id, request.rank)) is not None:
             return
         if known is not None and (known.outcome, known.world_size) != (COMMITTED, request.world_size):
             return
-        entry = entry_of_request(slot, slot.accepted_generation, request, self._t.now)
+        part = part_of_request(slot, slot.accepted_generation, request, self._t.now)
         save = self._t.find_or_reopen(request.save_id)
         if save is None:
             save = Save(SaveId.parse(request.save_id), request.world_size, outcome=COMMITTED, complete=True)
             self._t.saves[request.save_id] = save
-        entry.phase = COMMITTED
-        save.add(entry)
-        slot.part = (save, entry)
+        part.phase = COMMITTED
+        save.add(part)
+        slot.last = (save, part)
         text = f"slot {slot.number} holds its snapshot, which a dead worker had committed"
         self._t.log("info", text, save_id=save.save_id, session=slot.session, count="snapshots_remembered")
 

@@ -65,40 +65,40 @@ def phase_changes(t: Tables) -> list[PhaseChange]:
     found: list[PhaseChange] = []
     for key in t.touched:
         save = t.saves.get(key[0])
-        entry = save.ranks.get(key[1]) if save is not None else None
-        if save is not None and entry is not None and entry.seen != entry.phase:
-            t.run_guarded("", lambda save=save, entry=entry: found.append(_phase_change(t, save, entry)))
+        part = save.ranks.get(key[1]) if save is not None else None
+        if save is not None and part is not None and part.seen != part.phase:
+            t.run_guarded("", lambda save=save, part=part: found.append(_phase_change(t, save, part)))
     return found
 
 
-def _phase_change(t: Tables, save: Save, entry: RankSave) -> PhaseChange:
-    was, was_s = entry.seen, t.now - entry.since if entry.seen else 0.0
-    entry.seen, entry.since = entry.phase, t.now
+def _phase_change(t: Tables, save: Save, part: RankSave) -> PhaseChange:
+    was, was_s = part.seen, t.now - part.since if part.seen else 0.0
+    part.seen, part.since = part.phase, t.now
     ends = save.outcome is not None and not save.end_reported
     if ends:
         save.end_reported = True
-    session, run = t.sessions.get(entry.session), t.run_of(save.save_id)
-    if entry.phase in (DURABLE, COMMITTED) and was not in (DURABLE, COMMITTED) and session is not None:
-        session.durable = (entry.step, t.now)
+    session, run = t.sessions.get(part.session), t.run_of(save.save_id)
+    if part.phase in (DURABLE, COMMITTED) and was not in (DURABLE, COMMITTED) and session is not None:
+        session.durable = (part.step, t.now)
     if ends and save.outcome == COMMITTED and run is not None:
-        run.newest = Newest(step=entry.step, path=entry.path, at=t.now)
-    nbytes = entry.report.get("nbytes", entry.nbytes)
+        run.newest = Newest(step=part.step, path=part.path, at=t.now)
+    nbytes = part.report.get("nbytes", part.nbytes)
     return PhaseChange(
         save_id=save.save_id,
-        step=entry.step,
-        path=entry.path,
-        rank=entry.rank,
+        step=part.step,
+        path=part.path,
+        rank=part.rank,
         world_size=save.world_size,
-        phase=entry.phase,
+        phase=part.phase,
         was=was,
         was_s=was_s,
         nbytes=nbytes if type(nbytes) is int else 0,
-        umask=entry.umask,
-        report=dict(entry.report),
-        error=str((entry.error or {}).get("text", "")),
+        umask=part.umask,
+        report=dict(part.report),
+        error=str((part.error or {}).get("text", "")),
         ends=ends,
         begun_s=t.now - min(e.begun_at for e in save.ranks.values()) if ends else 0.0,
-        local=not entry.link,
+        local=not part.follower,
         followed=run is not None and run.followed,
     )
 
@@ -116,7 +116,7 @@ def _rank_row(t: Tables, session: Session) -> dict[str, Any]:
         "rank": session.rank,
         "world_size": session.world_size,
         "pid": session.pid,
-        "node": "here" if not session.link else session.link[:8],
+        "node": "here" if not session.follower else session.follower[:8],
         "slots": len(slots),
         "slots_nbytes": sum(slot.nbytes for slot in slots),
         "durable_step": session.durable[0] if session.durable else None,
@@ -129,16 +129,16 @@ def _rank_row(t: Tables, session: Session) -> dict[str, Any]:
         "staged": None,
     }
     if session.last is not None and session.last[0].save_id.run_id == session.run:
-        save, entry = session.last
+        save, part = session.last
         row |= {
             "save_id": save.save_id,
-            "step": entry.step,
-            "phase": entry.phase,
-            "phase_s": t.now - entry.since if entry.seen else 0.0,
-            "nbytes": entry.nbytes,
-            "staged": _staged(entry.phase),
-            "slot": None if entry.link else entry.slot,
-            "generation": entry.generation,
+            "step": part.step,
+            "phase": part.phase,
+            "phase_s": t.now - part.since if part.seen else 0.0,
+            "nbytes": part.nbytes,
+            "staged": _staged(part.phase),
+            "slot": None if part.follower else part.slot,
+            "generation": part.generation,
         }
     return row
 
@@ -189,7 +189,7 @@ def run_rows(t: Tables, limit: int) -> list[dict[str, Any]]:
                 "gone": len(run.departed),
                 "in_flight": len(open_saves),
                 "committed_step": newest.step if newest else None,
-                "committed_path": newest.path[:1000] if newest else None,
+                "committed_path": newest.path[:MAX_PATH_CHARS] if newest else None,
                 "committed_age_s": t.now - newest.at if newest else None,
             }
         )
@@ -205,7 +205,11 @@ MAX_RANKS_SHOWN = 64
 MAX_ERROR_CHARS = 300
 """Maximum length of an error's text in the status report."""
 
-_ORDER = (OPEN, RECOVERING, SEALED, WRITING, DURABLE)
+MAX_PATH_CHARS = 1000
+"""Maximum length of a path in the status report."""
+
+OPEN_PHASES = (OPEN, RECOVERING, SEALED, WRITING, DURABLE)
+"""Phases of a part of an open save, the earliest first."""
 
 
 def report(t: Tables, instance: str) -> Mapping[str, Any]:
@@ -242,7 +246,7 @@ def _row(save: Save) -> Mapping[str, Any]:
     return {
         "save_id": save.save_id,
         "step": first.step,
-        "path": first.path[:1000],
+        "path": first.path[:MAX_PATH_CHARS],
         "phase": save.outcome or _phase(save),
         "ranks": {str(rank): save.ranks[rank].phase for rank in sorted(save.ranks)[:MAX_RANKS_SHOWN]},
         "missing": save.missing[:MAX_RANKS_SHOWN],
@@ -254,7 +258,7 @@ def _ended_row(save: EndedSave) -> Mapping[str, Any]:
     return {
         "save_id": save.save_id,
         "step": save.step,
-        "path": save.path[:1000],
+        "path": save.path[:MAX_PATH_CHARS],
         "phase": save.outcome,
         "ranks": {str(rank): phase for rank, phase in save.phases(MAX_RANKS_SHOWN)},
         "missing": [],
@@ -269,15 +273,15 @@ def _error_of(save: Save | EndedSave) -> Mapping[str, Any]:
 def _phase(save: Save) -> str:
     """Return the earliest phase of its ranks; `open` while a rank has no part."""
     phases = [e.phase for e in save.ranks.values()]
-    return OPEN if len(phases) < save.world_size else min(phases, key=_ORDER.index)
+    return OPEN if len(phases) < save.world_size else min(phases, key=OPEN_PHASES.index)
 
 
-def row_of(save: Save | EndedSave, entry: RankSave) -> Mapping[str, Any]:
+def row_of(save: Save | EndedSave, part: RankSave) -> Mapping[str, Any]:
     """Return the row of a Saves message (protocol/SPEC.md) for one rank of a save."""
-    assert entry.phase in PHASES
-    row: dict[str, Any] = {"save_id": save.save_id, "phase": entry.phase, "report": dict(entry.report)}
-    if entry.error is not None:
-        row["error"] = dict(entry.error)
+    assert part.phase in PHASES
+    row: dict[str, Any] = {"save_id": save.save_id, "phase": part.phase, "report": dict(part.report)}
+    if part.error is not None:
+        row["error"] = dict(part.error)
     missing = missing_of(save) if isinstance(save, Save) else []
     if missing and save.outcome is None:
         row["missing"] = missing[:MAX_MISSING]
@@ -298,7 +302,7 @@ def missing_of(save: Save) -> list[int]:
 
 def heartbeat_answer(t: Tables, session: Session, m: Heartbeat) -> Saves:
     """Return the answer to a Heartbeat; saves that the worker does not know are omitted."""
-    known = [(t.find(i), t.entry((i, session.rank))) for i in dict.fromkeys(m.saves)]
+    known = [(t.find(i), t.part((i, session.rank))) for i in dict.fromkeys(m.saves)]
     rows = tuple(row_of(s, e) for s, e in known if s is not None and e is not None)
     return _saves(t, session, rows, m.id)
 
@@ -314,14 +318,14 @@ def notify(t: Tables) -> None:
         run = t.runs.get(run_id)
         for name in [name for name in run.members.values() if name not in notified] if run is not None else ():
             session = t.sessions.get(name)
-            if session is not None and not session.link:
+            if session is not None and not session.follower:
                 t.send(session.peer, _saves(t, session, ()))
 
 
 def _notify_of_part(t: Tables, save_id: str, rank: int, notified: set[str]) -> None:
     save = t.saves[save_id]
     session = t.sessions.get(save.ranks[rank].session)
-    if session is not None and not session.link:
+    if session is not None and not session.follower:
         row = row_of(save, save.ranks[rank])
         notified.add(session.name)
         t.send(session.peer, _saves(t, session, (row,)))

@@ -16,7 +16,7 @@ from asyncckpt.errors import AsyncCkptError, to_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Message, Refused
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.checkpoint_dir import NO_HOME
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY
 from asyncckpt_worker.core.actions import Action, Log, LogFault, Send
 from asyncckpt_worker.core.events import Peer, SaveKey, Wire
 from asyncckpt_worker.core.model import MAX_HISTORY, RankSave, Run, Save, Session, Slot
@@ -24,14 +24,15 @@ from asyncckpt_worker.core.model import MAX_HISTORY, RankSave, Run, Save, Sessio
 MAX_REPORTS = 8192
 """Maximum number of ranks' reports of all ended saves: 16 saves of 512 ranks. Chosen, not measured."""
 
-MAX_SHARED = 64
+MAX_INTERNED = 64
 """Maximum number of columns that records share: ranks, sessions and slots of a run. Chosen, not measured."""
 
-_COLUMNS = ("phase", "session", "slot", "generation", "link")
+_COLUMNS = ("phase", "session", "slot", "generation", "follower")
 Column = Any
 """A tuple with one value for each rank, or the value of all ranks."""
 
-Share = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+Intern = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+"""Returns the equal tuple that other records have already, or the tuple itself."""
 
 
 class EndedSave:
@@ -39,52 +40,52 @@ class EndedSave:
 
     Attributes:
         save_id, world_size, outcome, error, complete: As in `Save`.
-        path, step, home: As in `RankSave`, of its first rank.
+        path, step, directory_identity: As in `RankSave`, of its first rank.
         directories: Parent directories of the paths that its ranks have named.
         begun_at: When its first rank began.
         ranks: Its ranks that have a part, in order.
     """
 
     __slots__ = (
-        "_columns", "_errors", "begun_at", "complete", "directories", "error", "home", "outcome", "path",
+        "_columns", "_errors", "begun_at", "complete", "directories", "directory_identity", "error", "outcome", "path",
         "ranks", "reports", "save_id", "step", "world_size",
     )  # fmt: skip
 
-    def __init__(self, save: Save, share: Share) -> None:
+    def __init__(self, save: Save, intern: Intern) -> None:
         assert save.outcome is not None and not save.jobs
         first = save.ranks[min(save.ranks)]
         self.save_id, self.world_size, self.outcome = save.save_id, save.world_size, save.outcome
         self.error, self.complete = save.error, save.complete
-        self.path, self.step, self.home = first.path, first.step, first.home
-        self.begun_at = min(entry.begun_at for entry in save.ranks.values())
+        self.path, self.step, self.directory_identity = first.path, first.step, first.directory_identity
+        self.begun_at = min(part.begun_at for part in save.ranks.values())
         self.directories: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
         self._columns: tuple[Column, ...] = ((),) * len(_COLUMNS)
         self._errors: dict[int, Wire | None] = {}
         self.reports: dict[int, Mapping[str, Any]] = {}
-        self.add(save, share)
+        self.add(save, intern)
 
-    def add(self, save: Save, share: Share) -> None:
+    def add(self, save: Save, intern: Intern) -> None:
         """Add the ranks of a save; called again for ranks that came after the end."""
         rows = {rank: self._row(at) for at, rank in enumerate(self.ranks)}
-        for rank, entry in save.ranks.items():
-            rows[rank] = tuple(getattr(entry, name) for name in _COLUMNS)
+        for rank, part in save.ranks.items():
+            rows[rank] = tuple(getattr(part, name) for name in _COLUMNS)
             self._errors.pop(rank, None)
-            if entry.error is not self.error:
-                self._errors[rank] = entry.error
-            if entry.report:
-                self.reports[rank] = entry.report
-            if entry.home != NO_HOME:
-                self.home = entry.home
-        self.ranks = share(tuple(sorted(rows)))
+            if part.error is not self.error:
+                self._errors[rank] = part.error
+            if part.report:
+                self.reports[rank] = part.report
+            if part.directory_identity != NO_IDENTITY:
+                self.directory_identity = part.directory_identity
+        self.ranks = intern(tuple(sorted(rows)))
         values = zip(*(rows[rank] for rank in self.ranks), strict=True)
-        self._columns = tuple(column[0] if len(set(column)) == 1 else share(column) for column in values)
+        self._columns = tuple(column[0] if len(set(column)) == 1 else intern(column) for column in values)
         self.directories = tuple({*self.directories, *map(os.path.dirname, save.paths)})
 
     def _row(self, at: int) -> tuple[Any, ...]:
         return tuple(column[at] if isinstance(column, tuple) else column for column in self._columns)
 
-    def entry(self, rank: int) -> RankSave | None:
+    def part(self, rank: int) -> RankSave | None:
         """Return a new `RankSave` with the end of a rank's part; None if the rank has no part."""
         at = bisect_left(self.ranks, rank)
         if at == len(self.ranks) or self.ranks[at] != rank:
@@ -102,7 +103,7 @@ class EndedSave:
             seen=of_rank["phase"],
             error=self._errors.get(rank, self.error),
             report=dict(self.reports.get(rank, {})),
-            home=self.home,
+            directory_identity=self.directory_identity,
             **of_rank,
         )
 
@@ -115,9 +116,9 @@ class EndedSave:
         save = Save(self.save_id, self.world_size, outcome=self.outcome, error=self.error)
         save.complete, save.end_reported = self.complete, True
         for rank in ranks:
-            if (entry := self.entry(rank)) is not None:
-                save.ranks[rank] = entry
-                save.paths.add(entry.path)
+            if (part := self.part(rank)) is not None:
+                save.ranks[rank] = part
+                save.paths.add(part.path)
         return save
 
 
@@ -129,21 +130,21 @@ class History:
         self._calls: dict[str, list[str]] = {}
         self._reported: dict[str, None] = {}
         self._n_reports = 0
-        self._shared: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._internd: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def _share(self, column: tuple[Any, ...]) -> tuple[Any, ...]:
-        if column not in self._shared and len(self._shared) >= MAX_SHARED:
-            del self._shared[next(iter(self._shared))]
-        return self._shared.setdefault(column, column)
+    def _intern(self, column: tuple[Any, ...]) -> tuple[Any, ...]:
+        if column not in self._internd and len(self._internd) >= MAX_INTERNED:
+            del self._internd[next(iter(self._internd))]
+        return self._internd.setdefault(column, column)
 
     def add(self, save: Save) -> None:
         """Add an ended save without outstanding jobs; if it is known, add its late ranks."""
         known = self._saves.get(save.save_id)
         if known is not None:
             self._n_reports -= len(known.reports)
-            known.add(save, self._share)
+            known.add(save, self._intern)
         else:
-            known = self._saves[save.save_id] = EndedSave(save, self._share)
+            known = self._saves[save.save_id] = EndedSave(save, self._intern)
             self._calls.setdefault(save.save_id.call, []).append(save.save_id)
         self._n_reports += len(known.reports)
         self._reported[save.save_id] = None
@@ -244,7 +245,7 @@ class Tables:
     """Kind of error (`failures.kind_of`) -> number of saves that have ended with it."""
 
     last_message_at: dict[str, float] = field(default_factory=dict)
-    """Follower in a run (`RankSave.link`) -> when its last message arrived."""
+    """Follower in a run (`RankSave.follower`) -> when its last message arrived."""
 
     def log(
         self, level: str, text: str, *, save_id: str | None = None, session: str | None = None, **rest: Any
@@ -259,7 +260,7 @@ class Tables:
         save = self.find(save_id)
         if isinstance(save, Save) and save.ranks:
             first = save.ranks[min(save.ranks)]
-            path, steps = first.path, [entry.step for entry in save.ranks.values() if entry.step is not None]
+            path, steps = first.path, [part.step for part in save.ranks.values() if part.step is not None]
             step = steps[0] if steps else None
         elif isinstance(save, EndedSave):
             path, step = save.path, save.step
@@ -290,7 +291,7 @@ class Tables:
         """Add a LogFault action: a bug, which ends save `save_id` ("": none)."""
         self.actions.append(LogFault(save_id=save_id, error=error))
 
-    def entry(self, key: SaveKey | None) -> RankSave | None:
+    def part(self, key: SaveKey | None) -> RankSave | None:
         """Return a rank's part in a save, open or ended, or None."""
         if key is None:
             return None
@@ -298,7 +299,7 @@ class Tables:
         if save is not None and (found := save.ranks.get(key[1])) is not None:
             return found
         ended = self.ended.get(key[0])
-        return ended.entry(key[1]) if ended is not None else None
+        return ended.part(key[1]) if ended is not None else None
 
     def find(self, save_id: str) -> Save | EndedSave | None:
         """Return a save, open or ended, or None."""
@@ -311,9 +312,9 @@ class Tables:
             late = ended.reopened(ranks)
             if save is None:
                 save = self.saves[save_id] = late
-            for entry in late.ranks.values():
-                if entry.rank not in save.ranks:
-                    save.add(entry)
+            for part in late.ranks.values():
+                if part.rank not in save.ranks:
+                    save.add(part)
         return save
 
     def of_call(self, call: str) -> list[Save | EndedSave]:
@@ -331,9 +332,9 @@ class Tables:
         """Return the run of a save, or None if it is unknown."""
         return self.runs.get(save_id.run_id)
 
-    def entries(self) -> Iterable[tuple[Save, RankSave]]:
+    def parts(self) -> Iterable[tuple[Save, RankSave]]:
         """Yield every part in `saves`, with its save."""
-        return ((save, entry) for save in self.saves.values() for entry in save.ranks.values())
+        return ((save, part) for save in self.saves.values() for part in save.ranks.values())
 
     def is_followed(self, save_id: SaveId) -> bool:
         """Whether another worker leads the run of this save."""

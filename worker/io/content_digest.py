@@ -9,7 +9,7 @@ import xxhash
 
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.storage.rank_writer import RankResult
-from asyncckpt_worker.core.events import Contents
+from asyncckpt_worker.core.events import ContentDigests
 
 
 def rest_print(request: SaveRequest) -> bytes:
@@ -20,7 +20,7 @@ def rest_print(request: SaveRequest) -> bytes:
     return digest.digest()
 
 
-def contents_of(requests: Sequence[SaveRequest], results: Sequence[RankResult]) -> Contents | None:
+def digests_of(requests: Sequence[SaveRequest], results: Sequence[RankResult]) -> ContentDigests | None:
     """Return the digests of a checkpoint from those of its ranks, in order.
 
     None if they cannot be compared: no tensor, or a rank whose result has no digest.
@@ -29,7 +29,7 @@ def contents_of(requests: Sequence[SaveRequest], results: Sequence[RankResult]) 
     if not known or not any(request.n_tensors for request in requests):
         return None
     tensors = xxhash.xxh3_128(b"".join(result.shards_print for result in results))
-    return Contents(tensors.digest(), xxhash.xxh3_128(b"".join(result.rest_print for result in results)).digest())
+    return ContentDigests(tensors.digest(), xxhash.xxh3_128(b"".join(result.rest_print for result in results)).digest())
 
 
 def _without_step(text: bytes, step: int | None) -> bytes:

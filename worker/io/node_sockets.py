@@ -19,7 +19,7 @@ from asyncckpt.errors import AsyncCkptError, EndpointError, WorkerUnavailableErr
 from asyncckpt.protocol.codec import decode, encode
 from asyncckpt.protocol.messages import Message
 from asyncckpt.protocol.node_tables import MAX_NODE_FRAME_NBYTES, NODE_MESSAGES
-from asyncckpt_worker.core.actions import Connection
+from asyncckpt_worker.core.actions import LeaderAddress
 
 HIGH_WATER_MARK = 64
 """Maximum queued messages per peer and direction: 32 MiB of pages. Chosen, not measured."""
@@ -105,27 +105,27 @@ class NodeSockets:
         number = bound.rstrip(b"\0").decode().rpartition(":")[2]
         return f"tcp://{host}:{number}", public_key.decode(), secret_key.decode()
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, leader: LeaderAddress) -> None:
         """Connect to the worker that leads a run. Does not wait: libzmq retries.
 
         Raises:
             WorkerUnavailableError: The address or a key is not valid.
         """
-        self.disconnect(connection.run)
-        dealer = self._new_socket(zmq.DEALER, connection.address)
+        self.disconnect(leader.run)
+        dealer = self._new_socket(zmq.DEALER, leader.address)
         try:
-            dealer.setsockopt(zmq.CURVE_SERVERKEY, connection.server_public.encode())
-            dealer.setsockopt(zmq.CURVE_PUBLICKEY, connection.client_public.encode())
-            dealer.setsockopt(zmq.CURVE_SECRETKEY, connection.client_secret.encode())
-            dealer.connect(connection.address)
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, leader.server_public.encode())
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, leader.client_public.encode())
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, leader.client_secret.encode())
+            dealer.connect(leader.address)
         except zmq.ZMQError as error:
             dealer.close(0)
             raise WorkerUnavailableError(
-                f"cannot connect to the worker at {connection.address}: {error}",
-                endpoint=connection.address,
+                f"cannot connect to the worker at {leader.address}: {error}",
+                endpoint=leader.address,
                 detail="leader",
             ) from error
-        self._dealers[connection.run] = dealer
+        self._dealers[leader.run] = dealer
 
     def disconnect(self, run: str) -> None:
         """Close the connection of a run, if there is one."""

@@ -24,7 +24,7 @@ from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.format.names import DCP, SaveId
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.storage.catalog import next_epoch_beside, next_epoch_by_names
-from asyncckpt.storage.checkpoint_dir import home_of, prepare_directory, remove_made
+from asyncckpt.storage.checkpoint_dir import identity_of, prepare_directory, remove_made
 from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files, save_failure, step_and_rank
 from asyncckpt.storage.local import DEFAULT_UMASK, store_over
@@ -131,9 +131,9 @@ class Writer:
 
         self._wrapped(run, save_id, rank, job.step, job.path)
 
-    def home(self, path: str) -> DirectoryIdentity:
+    def directory_identity(self, path: str) -> DirectoryIdentity:
         """Return the identity of a save's directory, since snapshots of removed checkpoints are not loaded."""
-        return home_of(path, self._store(path))
+        return identity_of(path, self._store(path))
 
     def write(self, job: Write, pool: Executor, check_request: CheckRequest = unchecked) -> tuple[RankResult, bool]:
         """Write one rank's files from its slot; files that a dead worker has made durable are kept.
@@ -155,11 +155,11 @@ class Writer:
             reach("worker: writing")
             pieces = self._written[job.key] = []  # several threads append, which needs no lock
             try:
-                return filed(pieces)
+                return write_files(pieces)
             finally:
                 self._written.pop(job.key, None)
 
-        def filed(pieces: list[int]) -> tuple[RankResult, bool]:
+        def write_files(pieces: list[int]) -> tuple[RankResult, bool]:
             threads = min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS))
             files, progress = self._files_at(request.path), pieces.append
             with self._slots.use(job.slot) as memory:

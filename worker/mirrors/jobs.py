@@ -48,7 +48,7 @@ def cannot_succeed(error: Exception) -> bool:
 
 
 class Mirrorer:
-    """Performs the jobs. Every method may be called from several threads.
+    """Performs the jobs that copy to mirrors. Every method may be called from several threads.
 
     Args:
         files: The seam to this machine's files.
@@ -99,8 +99,8 @@ class Mirrorer:
             "seconds_mirror": report.seconds,
         }
 
-    def look(self, job: CopyToMirror) -> Mapping[str, Any] | None:
-        """Return an empty report if another worker has copied a checkpoint, else None.
+    def is_copied(self, job: CopyToMirror) -> bool:
+        """Return whether another worker has copied a checkpoint.
 
         Raises:
             CheckpointNotCommittedError: It is gone, and not in the mirror.
@@ -108,13 +108,13 @@ class Mirrorer:
         """
         store = store_over(files_at(job.path, files=self._files))
         if is_mirrored(job.path, job.save_id, store):
-            return {}
+            return True
         local = manifest_or_error(job.path, store)
         if local is not None and local.save_id == job.save_id:
-            return None
+            return False
         # It was removed or replaced, which may have been after it was copied.
         if mirrored_manifest(job.mirror, job.save_id, store_over(files_at(job.mirror, files=self._files))) is not None:
-            return {}
+            return True
         raise CheckpointNotCommittedError(f"{job.path} was removed before it was copied to its mirror", path=job.path)
 
     def unmirrored(self, root: str) -> list[Unmirrored]:

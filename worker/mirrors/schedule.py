@@ -1,8 +1,10 @@
 """Copies of committed checkpoints to their mirrors: which one is next, and when a copy that has failed is tried again.
 
-A copy waits until it is the oldest of those to its directory, is under way, and is tried again until it is done. The
-state is on disk: a checkpoint whose manifest names a mirror, and which has no mirror record, is still to be copied. So
-a worker that dies loses nothing: the next one that mirrors into the same directory scans it and goes on.
+Of the copies to one directory, one is under way at a time, the oldest save first; it is tried again until it is done.
+The worker of rank 0 copies. A worker that another rank asks only checks whether that has been done.
+
+The state is on disk: a checkpoint whose manifest names a mirror, and which has no mirror record, is still to be copied.
+So a worker that dies loses nothing: the next one that mirrors into the same directory scans it and continues.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from asyncckpt.protocol.messages import Mirror, Mirrored
 from asyncckpt_worker.core.actions import CopyToMirror, ScanUnmirrored
 from asyncckpt_worker.core.events import Copied, UnmirroredFound, Wire
 from asyncckpt_worker.core.model import MAX_HISTORY, Session
+from asyncckpt_worker.core.status import MAX_ERROR_CHARS, MAX_PATH_CHARS, MAX_ROWS
 from asyncckpt_worker.core.tables import Tables
 
 FIRST_PAUSE_S = 1.0
@@ -31,8 +34,8 @@ MAX_BLOCKING_TRIES = 5
 because the failure may concern only this checkpoint. Chosen.
 """
 
-LOOK_EVERY_S = 1.0
-"""How often a worker that does not copy looks for the mirror record."""
+CHECK_EVERY_S = 1.0
+"""How often a worker that does not copy checks whether the mirror record exists."""
 
 MAX_COPIES = 4096
 """Copies that wait. Above it, committed checkpoints are left to the next scan of their directory."""
@@ -41,31 +44,28 @@ MAX_SCANS = 1024
 """Directories whose scan is remembered."""
 
 FORGET_AFTER_S = 60.0
-"""How long a worker that does not copy looks for a record that nobody asks for any more."""
+"""How long a worker that does not copy checks for a record after it was last asked."""
 
 MAX_REPEATED = 64
-"""Failures of a run that its other workers are told of again and again: a message may be lost. Chosen."""
-
-MAX_ROWS = 100
-MAX_ERROR_CHARS = 300
+"""Failures of a run that are sent to its other workers with every whole table: a message may be lost. Chosen."""
 
 
 @dataclass(slots=True)
-class Copy:
+class MirrorCopy:
     """The copy of one checkpoint.
 
     Attributes:
-        save_id: Of the checkpoint.
-        path, mirror: Its directory, and where it is copied to.
-        since: When it was committed, or found.
-        copies: This worker copies. False: another one does, and this one looks whether it has.
-        step, nbytes: Of its manifest; None: not known.
+        save_id: ID of the save.
+        path, mirror: Directory of the checkpoint, and where it is copied to.
+        since: When the checkpoint was committed, or found.
+        is_ours: This worker copies. False: another one does, and this one checks whether it is done.
+        step, nbytes: Step and size in the manifest; None: not known.
         phase: One of `protocol.fields.COPY_PHASES`.
-        tries: How often it was begun.
-        retry_at: Not before.
+        tries: How often the copy, or the check, was started.
+        retry_at: Time of the next try.
         error: Why the last try has failed.
-        report: Of the one that has succeeded.
-        asked_at: When a trainer has asked last.
+        report: Figures of the try that has succeeded.
+        asked_at: When a trainer last asked for it.
         storage: Options of object stores, of the session that saved it or that asks.
     """
 
@@ -73,7 +73,7 @@ class Copy:
     path: str
     mirror: str
     since: float
-    copies: bool = True
+    is_ours: bool = True
     step: int | None = None
     nbytes: int | None = None
     phase: str = WAITING
@@ -85,12 +85,12 @@ class Copy:
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
     def is_forgotten(self, now: float) -> bool:
-        """Whether nobody asks for it any more whom it was looked for."""
-        return not self.copies and self.phase == WAITING and now - self.asked_at > FORGET_AFTER_S
+        """Whether this worker only checks it, and no trainer has asked for `FORGET_AFTER_S`."""
+        return not self.is_ours and self.phase == WAITING and now - self.asked_at > FORGET_AFTER_S
 
     def pause_s(self) -> float:
         """Return how long to wait for the next try."""
-        return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.tries - 1, 10)) if self.copies else LOOK_EVERY_S
+        return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.tries - 1, 10)) if self.is_ours else CHECK_EVERY_S
 
 
 class MirrorRegistry:
@@ -98,8 +98,8 @@ class MirrorRegistry:
 
     def __init__(self, tables: Tables) -> None:
         self._t = tables
-        self._open: dict[SaveId, Copy] = {}
-        self._ended: OrderedDict[SaveId, Copy] = OrderedDict()
+        self._open: dict[SaveId, MirrorCopy] = {}
+        self._ended: OrderedDict[SaveId, MirrorCopy] = OrderedDict()
         """The latest `MAX_HISTORY`, for late questions."""
 
         self.new_failures: list[SaveId] = []
@@ -111,46 +111,46 @@ class MirrorRegistry:
     @property
     def is_behind(self) -> bool:
         """Whether a copy of this worker's is not done, or it is not known yet which are not."""
-        return any(copy.copies for copy in self._open.values()) or not all(self._scans.values())
+        return any(copy.is_ours for copy in self._open.values()) or not all(self._scans.values())
 
     # ---- what there is to copy
 
-    def committed(self, copy: Copy) -> None:
-        """A save that this worker decides on was committed: copy it, and what is left of its directory."""
+    def committed(self, copy: MirrorCopy) -> None:
+        """A save that this worker leads was committed: copy it, and scan its directory for older ones."""
         self._ended.pop(copy.save_id, None)
         known = self._open.get(copy.save_id)
         if known is None:
             self._add(copy)
         else:  # a trainer has asked for it before; it may be under way
-            known.copies, known.step, known.nbytes, known.storage = True, copy.step, copy.nbytes, copy.storage
+            known.is_ours, known.step, known.nbytes, known.storage = True, copy.step, copy.nbytes, copy.storage
         self._renew(copy)
         self.scan(parent_of(copy.path), copy.storage)
         self._begin()
 
-    def _renew(self, newest: Copy) -> None:
+    def _renew(self, newest: MirrorCopy) -> None:
         """Give the options of the latest commit to copies to the same directory whose own may have expired.
 
         These are the copies that have failed, and those that no trainer asks for; a trainer that asks gives its own.
         """
-        home = parent_of(newest.mirror)
+        mirror_parent = parent_of(newest.mirror)
         for copy in self._open.values() if newest.storage else ():
             is_left = copy.error is not None or self._t.now - copy.asked_at > FORGET_AFTER_S
-            if is_left and parent_of(copy.mirror) == home:
+            if is_left and parent_of(copy.mirror) == mirror_parent:
                 copy.storage = newest.storage
 
     def ask(self, session: Session, m: Mirror) -> None:
-        """Answer how far a copy is. One that is not known begins, or is looked for."""
+        """Answer how far a copy is. One that is not known is added."""
         save_id, is_first = SaveId.parse(m.save_id), session.rank == 0
         copy = self._open.get(save_id) or self._ended.get(save_id)
         if copy is None:
             now = self._t.now
-            copy = Copy(save_id, m.path, m.mirror, now, copies=is_first, asked_at=now, storage=session.storage)
+            copy = MirrorCopy(save_id, m.path, m.mirror, now, is_ours=is_first, asked_at=now, storage=session.storage)
             self._add(copy)
             if is_first:
                 self.scan(parent_of(m.path), session.storage)
             self._begin()
-        elif is_first and not copy.copies:
-            copy.copies = True
+        elif is_first and not copy.is_ours:
+            copy.is_ours = True
             self._begin()
         copy.storage, copy.asked_at = session.storage or copy.storage, self._t.now
         error = dict(copy.error or {}) if copy.phase == FAILED else {}
@@ -170,7 +170,7 @@ class MirrorRegistry:
         self._t.actions.append(ScanUnmirrored(root=root, storage=storage))
 
     def found(self, event: UnmirroredFound) -> None:
-        """Take up what earlier workers have not copied."""
+        """Add the copies that earlier workers have not done."""
         self._scans[event.root] = True
         if event.error is not None:
             del self._scans[event.root]  # the next commit there tries again
@@ -181,12 +181,12 @@ class MirrorRegistry:
             if one.save_id not in self._open and (ended is None or ended.phase != DONE):
                 text = f"step {one.step} in {one.path} is still to be copied to {one.mirror}"
                 self._t.log("info", text, save_id=one.save_id)
-                copy = Copy(one.save_id, one.path, one.mirror, self._t.now, step=one.step, nbytes=one.nbytes)
+                copy = MirrorCopy(one.save_id, one.path, one.mirror, self._t.now, step=one.step, nbytes=one.nbytes)
                 copy.storage = event.storage
                 self._add(copy)
         self._begin()
 
-    def _add(self, copy: Copy) -> None:
+    def _add(self, copy: MirrorCopy) -> None:
         if len(self._open) >= MAX_COPIES:
             text = f"{copy.path} is left to a later worker: {MAX_COPIES} checkpoints wait for their mirrors already"
             self._t.log("warning", text, save_id=copy.save_id)
@@ -197,19 +197,19 @@ class MirrorRegistry:
     # ---- which one is next
 
     def _begin(self) -> None:
-        """Begin the oldest copy to each directory, and each look, whose time has come."""
+        """Start the oldest copy to each directory, and each check, that is due."""
         for copy in [one for one in self._open.values() if one.is_forgotten(self._t.now)]:
             del self._open[copy.save_id]
-        busy = {parent_of(copy.mirror) for copy in self._open.values() if copy.copies and copy.phase == COPYING}
+        busy = {parent_of(copy.mirror) for copy in self._open.values() if copy.is_ours and copy.phase == COPYING}
         for copy in sorted(self._open.values(), key=lambda one: one.save_id):
             if copy.phase == COPYING:
                 continue
-            if copy.copies:
-                home, is_searched = parent_of(copy.mirror), self._scans.get(parent_of(copy.path), True)
-                if home in busy or not is_searched:  # older ones may be found
+            if copy.is_ours:
+                mirror_parent, is_searched = parent_of(copy.mirror), self._scans.get(parent_of(copy.path), True)
+                if mirror_parent in busy or not is_searched:  # older ones may be found
                     continue
                 if copy.retry_at <= self._t.now or copy.tries < MAX_BLOCKING_TRIES:
-                    busy.add(home)  # also while it pauses: the oldest goes first
+                    busy.add(mirror_parent)  # also while it pauses: the oldest goes first
             if copy.retry_at <= self._t.now:
                 copy.phase, copy.tries = COPYING, copy.tries + 1
                 self._t.actions.append(
@@ -217,7 +217,7 @@ class MirrorRegistry:
                         save_id=copy.save_id,
                         path=copy.path,
                         mirror=copy.mirror,
-                        copies=copy.copies,
+                        is_ours=copy.is_ours,
                         storage=copy.storage,
                     )
                 )
@@ -232,7 +232,7 @@ class MirrorRegistry:
         return (copy.retry_at for copy in self._open.values() if copy.retry_at > self._t.now)
 
     def copied(self, event: Copied) -> None:
-        """A copy, or a look, has ended."""
+        """A copy, or a check, has ended."""
         copy = self._open.get(event.save_id)
         if copy is None:
             return
@@ -240,12 +240,12 @@ class MirrorRegistry:
         if event.error is None and event.is_done:
             self._end(copy, DONE, None, event.report)
             copy.nbytes = event.report.get("nbytes", copy.nbytes)
-            if copy.copies:
+            if copy.is_ours:
                 self._t.log("info", f"{what} is committed", save_id=copy.save_id, count="mirrored", **event.report)
         elif event.error is not None and event.is_final:
             self._end(copy, FAILED, event.error, {})
             text = f"{what} failed: {event.error.get('text')}"
-            if copy.copies:
+            if copy.is_ours:
                 self.new_failures.append(copy.save_id)
             self._t.log("error", text, save_id=copy.save_id, count="mirrors_failed")
         else:
@@ -257,7 +257,7 @@ class MirrorRegistry:
                 self._t.log("warning", text, save_id=copy.save_id, count="mirror_retries")
         self._begin()
 
-    def _end(self, copy: Copy, phase: str, error: Wire | None, report: Mapping[str, Any]) -> None:
+    def _end(self, copy: MirrorCopy, phase: str, error: Wire | None, report: Mapping[str, Any]) -> None:
         copy.phase, copy.error, copy.report = phase, error, report
         self._open.pop(copy.save_id, None)
         self._ended[copy.save_id] = copy
@@ -267,17 +267,17 @@ class MirrorRegistry:
     # ---- of other nodes
 
     def failed_elsewhere(self, save_id: SaveId, error: Wire) -> None:
-        """The leader's copy has failed for good: there will be no mirror record to be found."""
+        """The leader's copy has failed for good: no mirror record will be written."""
         copy = self._open.get(save_id)
         if copy is None and save_id not in self._ended:  # a trainer will ask for it
-            copy = Copy(save_id, "", "", self._t.now, copies=False)
-        if copy is not None and not copy.copies:
+            copy = MirrorCopy(save_id, "", "", self._t.now, is_ours=False)
+        if copy is not None and not copy.is_ours:
             self._end(copy, FAILED, error, {})
 
     def failure_of(self, save_id: SaveId) -> Wire | None:
         """Return why this worker's copy has failed for good; None: it has not."""
         copy = self._ended.get(save_id)
-        return copy.error if copy is not None and copy.copies and copy.phase == FAILED else None
+        return copy.error if copy is not None and copy.is_ours and copy.phase == FAILED else None
 
     def failures_of(self, run_id: str) -> list[SaveId]:
         """Return the latest copies of a run that have failed for good, at most `MAX_REPEATED`."""
@@ -285,22 +285,22 @@ class MirrorRegistry:
 
     # ---- reports
 
-    def left_behind(self) -> list[Copy]:
+    def left_behind(self) -> list[MirrorCopy]:
         """Return the copies of this worker's that are not done, the oldest first."""
-        found = [copy for copy in self._open.values() if copy.copies]
+        found = [copy for copy in self._open.values() if copy.is_ours]
         return sorted(found, key=lambda copy: copy.save_id)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of the status report: copies that are not done, and the latest that have failed."""
-        failed = [copy for copy in self._ended.values() if copy.copies and copy.phase == FAILED]
+        failed = [copy for copy in self._ended.values() if copy.is_ours and copy.phase == FAILED]
         return [self._row(copy) for copy in [*self.left_behind()[: MAX_ROWS // 2], *failed[-MAX_ROWS // 2 :]]]
 
-    def _row(self, copy: Copy) -> dict[str, Any]:
+    def _row(self, copy: MirrorCopy) -> dict[str, Any]:
         return {
             "save_id": copy.save_id,
             "step": copy.step,
-            "path": copy.path[:1000],
-            "mirror": copy.mirror[:1000],
+            "path": copy.path[:MAX_PATH_CHARS],
+            "mirror": copy.mirror[:MAX_PATH_CHARS],
             "phase": copy.phase,
             "nbytes": copy.nbytes,
             "age_s": self._t.now - copy.since,

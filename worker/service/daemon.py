@@ -18,14 +18,15 @@ from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
 from asyncckpt.protocol.identity import start_ticks
 from asyncckpt.protocol.messages import PROTOCOL_VERSION, Refused, StatusReport
 from asyncckpt.storage.files import Files
-from asyncckpt_worker.bandwidth import Pace, files_for
+from asyncckpt_worker.bandwidth import RateLimiter, files_for
 from asyncckpt_worker.config import WorkerConfig, core_config
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.core.machine import Core
 from asyncckpt_worker.core.model import Slot
 from asyncckpt_worker.core.status import with_progress
-from asyncckpt_worker.io.job_runner import JobRunner, Lanes, failed_result
+from asyncckpt_worker.io.job_runner import JobRunner, failed_result
+from asyncckpt_worker.io.lanes import Lanes
 from asyncckpt_worker.io.node_sockets import NodeSockets
 from asyncckpt_worker.io.slot_store import SlotStore
 from asyncckpt_worker.io.writer import Writer
@@ -45,8 +46,8 @@ MAX_WAIT_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 """How long an exit waits for jobs that are still running."""
 
-KEEPER = "keeper"
-"""The name under which the process `while_pid` is watched, like a session."""
+OWNER = "owner"
+"""The name under which the owner, the process `while_pid`, is watched, like a session."""
 
 POLL_FAILED_S = 0.05
 """How long the loop sleeps if it cannot poll its sockets, so that it does not spin. Chosen, not measured."""
@@ -84,22 +85,22 @@ class Daemon:
         self._slots = SlotStore()
         self._liveness = liveness or Liveness()
         ticks = start_ticks(config.while_pid) if config.while_pid else None
-        self._is_kept = ticks is not None and self._liveness.watch(KEEPER, config.while_pid, ticks)
+        self._has_owner = ticks is not None and self._liveness.watch(OWNER, config.while_pid, ticks)
         self._is_memory_short = False
-        self._ticks_at = self._ticked_at = float("-inf")
+        self._next_tick_at = self._last_tick_at = float("-inf")
         self._last_tick_state: tuple[bool, bool] | None = None
-        """`_is_kept` and `_is_memory_short` in the last Tick."""
+        """`_has_owner` and `_is_memory_short` in the last Tick."""
         self._memory_pressure = MemoryPressure()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
-        self._mirrorer = Mirrorer(files or Files(), config.roots, Pace(config.max_mirror_bandwidth).wait)
+        self._mirrorer = Mirrorer(files or Files(), config.roots, RateLimiter(config.max_mirror_bandwidth).wait)
         self._lanes = Lanes(self._writer.threads)
         self._jobs = JobRunner(self._lanes, self._slots, self._writer, self._mirrorer, self.metrics.count)
         self._started = time.monotonic()
         self._exit: ac.Exit | None = None
         self._closed = False
         self._failing: dict[str, str] = {}
-        self._peers = NodeSockets(config.advertise, config.port, self._run_of_key, self.metrics.count)
-        resources = LocalResources(self._slots, self._liveness, self._peers, self._jobs, self._bug)
+        self._node_sockets = NodeSockets(config.advertise, config.port, self._run_of_key, self.metrics.count)
+        resources = LocalResources(self._slots, self._liveness, self._node_sockets, self._jobs, self._bug)
         self.core = Core(core_config(config), time.monotonic(), resources)
         # Messages before deaths: the last messages of a dead trainer may have the reason of a failure.
         self._steps: dict[str, Callable[[], object]] = {
@@ -159,14 +160,14 @@ class Daemon:
         return failed
 
     def _poll(self) -> None:
-        self._server.poll([self._lanes.fd, *self._liveness.fds()], self._wait_s(), self._peers.sockets())
+        self._server.poll([self._lanes.fd, *self._liveness.fds()], self._wait_s(), self._node_sockets.sockets())
 
     def _take_messages(self) -> None:
         for peer, message in self._server.receive():
             self._handle(ev.Received(now=time.monotonic(), peer=peer, message=message))
 
     def _take_node_messages(self) -> None:
-        for run, route, message in self._peers.receive():
+        for run, route, message in self._node_sockets.receive():
             self._handle(ev.Relayed(now=time.monotonic(), run=run, route=route, message=message))
 
     def _take_results(self) -> None:
@@ -175,8 +176,8 @@ class Daemon:
 
     def _take_deaths(self) -> None:
         for session in self._liveness.dead():
-            if session == KEEPER:
-                self._is_kept = False
+            if session == OWNER:
+                self._has_owner = False
                 text = f"process {self.config.while_pid}, which this worker was started for, has ended"
                 log.write("info", text)
             else:
@@ -184,13 +185,13 @@ class Daemon:
 
     def _check_memory(self) -> None:
         self._is_memory_short = False
-        self._is_memory_short = self.core.snapshot_registry.any and self._memory_pressure.check(time.monotonic())
+        self._is_memory_short = self.core.snapshot_registry.has_kept and self._memory_pressure.check(time.monotonic())
 
     def _tick(self) -> None:
-        now, known = time.monotonic(), (self._is_kept, self._is_memory_short)
-        if now >= self._ticks_at or known != self._last_tick_state:
-            self._ticked_at, self._last_tick_state = now, known
-            self._handle(ev.Tick(now=now, kept=self._is_kept, memory_short=self._is_memory_short))
+        now, state = time.monotonic(), (self._has_owner, self._is_memory_short)
+        if now >= self._next_tick_at or state != self._last_tick_state:
+            self._last_tick_at, self._last_tick_state = now, state
+            self._handle(ev.Tick(now=now, has_owner=self._has_owner, memory_short=self._is_memory_short))
 
     def _update_observers(self) -> None:
         drains = self.core.tables.draining
@@ -199,10 +200,10 @@ class Daemon:
     def _wait_s(self) -> float:
         # IMPORTANT: computed before events are handled, so that a deadline that passes meanwhile is not missed.
         wakes_at = self.core.wakes_at
-        self._ticks_at = self._ticked_at + MAX_WAIT_S
+        self._next_tick_at = self._last_tick_at + MAX_WAIT_S
         if wakes_at is not None:
-            self._ticks_at = min(self._ticks_at, wakes_at)
-        waits = (self._ticks_at - time.monotonic(), self._observers.wait_s, self._liveness.poll_s or MAX_WAIT_S)
+            self._next_tick_at = min(self._next_tick_at, wakes_at)
+        waits = (self._next_tick_at - time.monotonic(), self._observers.wait_s, self._liveness.poll_s or MAX_WAIT_S)
         return max(0.0, min(waits))
 
     def _handle(self, event: ev.Event) -> None:
@@ -266,7 +267,7 @@ class Daemon:
         self._closed = True
         reason = self._exit.reason if self._exit else "closed"
         self._do({"closing observers": partial(self._observers.close, reason)})
-        parts = (self._server, self._peers, self._liveness, self._slots)
+        parts = (self._server, self._node_sockets, self._liveness, self._slots)
         self._do({f"closing {type(part).__name__}": part.close for part in parts})
         ended: list[bool] = []
         self._do({"closing threads": lambda: ended.append(self._lanes.close(CLOSE_TIMEOUT_S))})
@@ -288,7 +289,7 @@ class Daemon:
             case ac.Unwatch():
                 self._liveness.unwatch(action.session)
             case ac.Relay():
-                self._peers.send(action.run, action.route, action.message)
+                self._node_sockets.send(action.run, action.route, action.message)
             case ac.Exit():
                 self._exit = action
             case _:

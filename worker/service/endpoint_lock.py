@@ -12,7 +12,7 @@ import sys
 import time
 
 from asyncckpt.errors import EndpointError
-from asyncckpt.protocol.endpoint import acquire_lock, is_users_directory, make_directory
+from asyncckpt.protocol.endpoint import ALREADY_SERVED, acquire_lock, is_users_directory, make_directory
 from asyncckpt_worker.service.observers import Supervisor
 
 MAX_KEPT = 32
@@ -22,8 +22,6 @@ _NAME = re.compile(r"([0-9a-f]{16}|run-[0-9a-z]+)\.(?:sock|sock\.lock|log|log\.1
 
 TAKEN = "taken"
 POLL_S = 0.5
-ALREADY_SERVED = "is already served by a running worker"
-"""`asyncckpt.client.launcher` recognizes the error by this text."""
 
 
 def remove_stale_files(path: str) -> None:

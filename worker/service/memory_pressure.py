@@ -1,4 +1,4 @@
-"""Checks whether the machine or the worker's cgroup is short of memory, and creates the error of a slot without memory.
+"""Checks whether the machine or the worker's cgroup is short of memory.
 
 The check reads files of /proc, so it is done once in `CHECK_INTERVAL_S`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import psutil
 
-from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.memory.headroom import RESERVE_NBYTES, cgroup_limit
 
 CHECK_INTERVAL_S = 1.0
@@ -20,7 +19,6 @@ class MemoryPressure:
 
     def __init__(self) -> None:
         self._checked_at = float("-inf")
-        self._short = False
 
     def check(self, now: float) -> bool:
         """Return whether memory is short; False if the last check is younger than `CHECK_INTERVAL_S`."""
@@ -30,17 +28,9 @@ class MemoryPressure:
         memory = psutil.virtual_memory()
         total, available = int(memory.total), int(memory.available)
         limit, used = cgroup_limit()
-        self._short = is_short(total, available) or (limit is not None and is_short(limit, limit - used))
-        return self._short
+        return is_short(total, available) or (limit is not None and is_short(limit, limit - used))
 
 
 def is_short(total: int, available: int) -> bool:
     """Whether `available` of `total` bytes are too few."""
     return available < max(RESERVE_NBYTES, total // SHORT_SHARE)
-
-
-def slot_refused(error: BaseException, nbytes: int) -> AsyncCkptError:
-    """Return the error of a slot for which the system gives no memory."""
-    return SaveFailedError(
-        f"the worker cannot create a slot of {nbytes:,} bytes: {error}", code="slot", detail=str(error)
-    )

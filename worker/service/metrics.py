@@ -10,12 +10,6 @@ from typing import Any
 
 import psutil
 
-LOWEST_BEST_EFFORT = 7
-"""The lowest of the eight priorities of the best-effort class, ionice(1). The idle class could starve."""
-
-NICENESS = 5
-"""Increment of the nice value, so that training and data loaders go first. Chosen, not measured."""
-
 
 class Metrics:
     """Counters and figures of the process. Safe to call from several threads."""
@@ -52,12 +46,3 @@ class Metrics:
             io = p.io_counters()
             found["read_nbytes"], found["write_nbytes"] = io.read_bytes, io.write_bytes
         return found
-
-
-def lower_priority() -> None:
-    """Lower the priority on CPU and disk, so that the training goes first. Errors are ignored."""
-    process = psutil.Process()
-    with contextlib.suppress(psutil.Error, OSError):
-        process.nice(min(19, process.nice() + NICENESS))
-    with contextlib.suppress(psutil.Error, OSError, AttributeError, ValueError):
-        process.ionice(psutil.IOPRIO_CLASS_BE, LOWEST_BEST_EFFORT)

@@ -50,9 +50,9 @@ class Supervisor:
         self.interval_s = _interval(environ, pid) if self._address else None
         self._notified_at = float("-inf")
 
-    def ready(self, endpoint: str) -> None:
-        """Notify that trainers can connect."""
-        self._notify(f"READY=1\nSTATUS=serving {endpoint}")
+    def ready(self, serving: str) -> None:
+        """Notify that the start is complete. `serving`: what is served, and by which worker, for the status text."""
+        self._notify(f"READY=1\nSTATUS=serving {serving}")
 
     def stopping(self, text: str) -> None:
         """Notify that the worker drains or exits."""

@@ -23,6 +23,8 @@ from prometheus_client.registry import Collector
 
 from asyncckpt.errors import ConfigError, EndpointError
 from asyncckpt.protocol.fields import FAILED
+from asyncckpt_worker.core.model import ENDS
+from asyncckpt_worker.core.status import OPEN_PHASES
 
 REQUEST_TIMEOUT_S = 5.0
 """Deadline of a request and its answer. Chosen: Prometheus itself waits 10 s."""
@@ -39,8 +41,6 @@ MAX_RUNS_SHOWN = 20
 BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0)
 """Bounds of the histograms, in seconds. Chosen: a small model on one disk to terabytes on a busy file system."""
 
-OUTCOMES = ("committed", "failed", "abandoned", "unknown")
-PHASES = ("open", "recovering", "sealed", "writing", "durable")
 HISTOGRAMS = {
     "save": "From the first rank's begin to the commit, of committed saves.",
     "stage": "From a rank's begin to its seal: as long as the copy takes.",
@@ -148,7 +148,7 @@ class _ReportCollector(Collector):
         yield _gauge("info", "The worker; always 1.", {report.get("package", ""): 1}, "version")
         yield _gauge("uptime_seconds", "Since its start.", report.get("uptime_s", 0.0))
         yield _gauge("draining", "1 while it takes no new sessions.", float(bool(report.get("draining"))))
-        ended = {name: counters.get(f"saves_{name}", 0) for name in OUTCOMES}
+        ended = {name: counters.get(f"saves_{name}", 0) for name in ENDS}
         yield _counter("saves", "Saves that have ended, by outcome.", ended, "outcome")
         failures = report.get("failures") or {}
         yield _counter("save_failures", "Saves that were not committed, by the kind of error.", failures, "kind")
@@ -165,7 +165,7 @@ class _ReportCollector(Collector):
             yield _counter(name, text, counters.get(key, 0))
         yield _gauge("sessions", "Trainers that are connected.", len(report.get("sessions") or ()))
         phases = [row["phase"] for row in report.get("ranks") or ()]
-        under_way = {name: phases.count(name) for name in PHASES}
+        under_way = {name: phases.count(name) for name in OPEN_PHASES}
         yield _gauge("ranks", "Ranks that have a save under way here, by its phase.", under_way, "phase")
         nbytes = {"lent": sum(s["nbytes"] for s in slots), "kept": sum(s["nbytes"] for s in kept)}
         text = "Memory of slots: lent to trainers, or kept for those that come back."

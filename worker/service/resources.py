@@ -10,11 +10,10 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
 from asyncckpt.memory.headroom import check_memory
 from asyncckpt.memory.slot import SlotError
-from asyncckpt_worker.core.actions import Connection, Listener
+from asyncckpt_worker.core.actions import LeaderAddress, Listener
 from asyncckpt_worker.io.job_runner import JobRunner
 from asyncckpt_worker.io.node_sockets import NodeSockets
 from asyncckpt_worker.io.slot_store import SlotStore
-from asyncckpt_worker.service.memory_pressure import slot_refused
 from asyncckpt_worker.service.process_watch import Liveness
 
 T = TypeVar("T")
@@ -24,7 +23,7 @@ class LocalResources:
     """The `Resources` of this process.
 
     Args:
-        slots, liveness, peers: Slots, watches and sockets of this process.
+        slots, liveness, node_sockets: Slots, watches and sockets of this process.
         jobs: Faults in the pages of new slots.
         bug: Logs where an unexpected error was met, and the error.
     """
@@ -33,11 +32,17 @@ class LocalResources:
         self,
         slots: SlotStore,
         liveness: Liveness,
-        peers: NodeSockets,
+        node_sockets: NodeSockets,
         jobs: JobRunner,
         bug: Callable[[str, Exception], None],
     ) -> None:
-        self._slots, self._liveness, self._peers, self._jobs, self._bug = slots, liveness, peers, jobs, bug
+        self._slots, self._liveness, self._node_sockets, self._jobs, self._bug = (
+            slots,
+            liveness,
+            node_sockets,
+            jobs,
+            bug,
+        )
 
     def watch(self, session: str, pid: int, pid_start: int) -> bool:
         """See `Resources`."""
@@ -55,7 +60,8 @@ class LocalResources:
         except AsyncCkptError:
             raise
         except (OSError, SlotError) as error:
-            raise slot_refused(error, nbytes) from error
+            text = f"the worker cannot create a slot of {nbytes:,} bytes: {error}"
+            raise SaveFailedError(text, code="slot", detail=str(error)) from error
         except Exception as error:
             raise self._internal("a slot", error) from error
         if populate:  # without it, only the first use of the slot is slower
@@ -70,24 +76,24 @@ class LocalResources:
 
         def listening() -> Listener:
             reach("peers: listening")
-            address, public, key = self._peers.listen(port, secret)
+            address, public, key = self._node_sockets.listen(port, secret)
             return Listener(address=address, public=public, secret=key)
 
         return self._socket("listening", listening)
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, leader: LeaderAddress) -> None:
         """See `Resources`."""
 
         def connecting() -> None:
             reach("peers: connecting")
-            self._peers.connect(connection)
+            self._node_sockets.connect(leader)
 
         self._socket("connecting", connecting)
 
     def disconnect(self, run: str) -> None:
         """See `Resources`."""
         with contextlib.suppress(OSError):  # the socket is closed all the same
-            self._peers.disconnect(run)
+            self._node_sockets.disconnect(run)
 
     def _socket(self, what: str, call: Callable[[], T]) -> T:
         try:

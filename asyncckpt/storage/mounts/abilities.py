@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from asyncckpt.errors import UnsupportedPathError
 
-LINK, RENAME, CREATE = "link", "renameat2", "exclusive creation"
+BY_LINK, BY_RENAME, BY_CREATION = "link", "renameat2", "exclusive creation"
 """How a file is published under a name that nothing has."""
 
 
@@ -21,7 +21,7 @@ class Abilities:
     """What a mount can do.
 
     Attributes:
-        publishes_by: `LINK`, `RENAME` or `CREATE`; None: no way works.
+        publishes_by: `BY_LINK`, `BY_RENAME` or `BY_CREATION`; None: no way works.
         writes_anywhere: New files may be written at any offset, in any order.
         keeps_content: A file that was closed holds what was written.
         truncates: ftruncate(2) cuts a file that is being written.
@@ -31,7 +31,7 @@ class Abilities:
         removes: Files can be removed.
     """
 
-    publishes_by: str | None = LINK
+    publishes_by: str | None = BY_LINK
     writes_anywhere: bool = True
     keeps_content: bool = True
     truncates: bool = True

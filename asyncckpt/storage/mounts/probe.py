@@ -15,7 +15,7 @@ from dataclasses import replace
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.names import probe_name
 from asyncckpt.storage.files import Files, await_seen, opened, write_all
-from asyncckpt.storage.mounts.abilities import CREATE, LINK, NATIVE, RENAME, Abilities
+from asyncckpt.storage.mounts.abilities import BY_CREATION, BY_LINK, BY_RENAME, NATIVE, Abilities
 
 _NATIVE = frozenset({0xEF53, 0x58465342, 0x9123683E, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1, 0xF2F52010})
 """statfs(2): ext2 to ext4, XFS, btrfs, tmpfs, ramfs, overlayfs, ZFS, F2FS."""
@@ -109,7 +109,7 @@ def probe(stem: str, files: Files) -> Abilities:
     finally:
         removes = all([_remove(path, files) for path in paths])
     if found.publishes_by is None and is_exclusive and found.locks:
-        found = replace(found, publishes_by=CREATE)
+        found = replace(found, publishes_by=BY_CREATION)
     return replace(found, removes=removes)
 
 
@@ -184,11 +184,11 @@ def _publishing(first: str, second: str, files: Files) -> str | None:
     if _works(lambda: files.link(first, second), _NO_LINKS):
         is_refused = _finds_taken(lambda: files.link(first, second))
         _remove(second, files)
-        return LINK if is_refused else None
+        return BY_LINK if is_refused else None
     if not _works(lambda: files.rename_noreplace(first, second)):
         return None
     _make(first, files)
-    return RENAME if _finds_taken(lambda: files.rename_noreplace(first, second)) else None
+    return BY_RENAME if _finds_taken(lambda: files.rename_noreplace(first, second)) else None
 
 
 def _replaces(first: str, second: str, files: Files) -> bool:

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from asyncckpt.client import save_outcomes  # noqa: E402
-from asyncckpt.client.save_outcomes import Outcomes  # noqa: E402
+from asyncckpt.client.save_outcomes import SaveOutcomes  # noqa: E402
 from asyncckpt.config import CheckpointerConfig  # noqa: E402
 from asyncckpt.errors import SlotTimeoutError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
@@ -26,7 +26,7 @@ RUN = "0" * 12
 class Process:
     """Workers, of which the last tells how save 0 has ended."""
 
-    def __init__(self, outcomes: Outcomes, tells: int) -> None:
+    def __init__(self, outcomes: SaveOutcomes, tells: int) -> None:
         self.outcomes, self.tells, self.connected = outcomes, tells, 0
         self.pool = SimpleNamespace(is_in_use=False)
 
@@ -59,21 +59,21 @@ def waits(process: Process, slot_timeout_s: float, **settings: Any) -> None:
 
 @pytest.mark.parametrize("tells", [2, 4])
 def test_a_rank_that_waits_with_nothing_in_flight_finds_another_worker(tells: int) -> None:
-    process, began = Process(Outcomes(), tells), time.monotonic()
+    process, began = Process(SaveOutcomes(), tells), time.monotonic()
     waits(process, 600.0)
     assert process.connected == tells and time.monotonic() - began < 60
 
 
 def test_workers_that_die_one_after_the_other_do_not_make_it_wait_for_longer_than_for_a_slot() -> None:
     with pytest.raises(SlotTimeoutError):
-        waits(Process(Outcomes(), 1 << 30), 0.5)
+        waits(Process(SaveOutcomes(), 1 << 30), 0.5)
 
 
 def test_what_was_committed_is_taken_to_ask_for_no_meeting_if_all_have_died_that_knew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(save_outcomes, "OUTCOME_TIMEOUT_S", 0.3)
-    found = Outcomes()
+    found = SaveOutcomes()
     found.update(RUN, [(-1, False)])
     found.note_ended(RUN, 0, committed=True)
     assert found.resolve_after_timeout(RUN, 0) == math.inf, "its worker lives, and tells it"
@@ -94,7 +94,7 @@ def test_the_next_worker_is_heard_only_after_a_while(
 ) -> None:
     for module in (save_outcomes, stager):
         monkeypatch.setattr(module, "OUTCOME_TIMEOUT_S", 0.3)
-    found = Outcomes()
+    found = SaveOutcomes()
     found.update(RUN, [(-1, False)])
     found.note_ended(RUN, 0, committed=committed)
     found.note_worker_lost()
@@ -109,7 +109,7 @@ def test_the_next_worker_is_heard_only_after_a_while(
 
 def test_of_a_save_of_which_no_end_was_told_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_outcomes, "OUTCOME_TIMEOUT_S", 0.0)
-    found = Outcomes()
+    found = SaveOutcomes()
     found.update(RUN, [(-1, False)])
     found.note_worker_lost()
     found.update(RUN, [(-1, False)])
@@ -118,7 +118,7 @@ def test_of_a_save_of_which_no_end_was_told_nothing_is_given_up(monkeypatch: pyt
 
 def test_the_start_of_a_worker_does_not_count_as_waiting_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stager, "NOWAIT_ANSWER_S", 0.5)
-    process = Process(Outcomes(), tells=0)
+    process = Process(SaveOutcomes(), tells=0)
 
     def connect() -> None:
         time.sleep(0.7)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from asyncckpt.client.pending_saves import MAX_OPEN, Withdrawals
+from asyncckpt.client.pending_saves import MAX_WITHDRAWALS, Withdrawals
 from asyncckpt.errors import UnknownSaveError, WorkerUnavailableError
 from asyncckpt.protocol import messages
 
@@ -76,11 +76,11 @@ def test_what_a_dead_worker_had_answered_is_said_to_the_next_one() -> None:
 def test_of_what_was_answered_the_latest_is_said_again() -> None:
     worker = Worker()
     withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
-    for n in range(2 * MAX_OPEN):
+    for n in range(2 * MAX_WITHDRAWALS):
         withdrawals.add(f"000001-{n:08d}-0123456789ab", "x")
         worker.answers[-1].set_result(messages.Ok(id=1))
     withdrawals.repeat_answered()
-    assert worker.saves[2 * MAX_OPEN :] == worker.saves[MAX_OPEN : 2 * MAX_OPEN]
+    assert worker.saves[2 * MAX_WITHDRAWALS :] == worker.saves[MAX_WITHDRAWALS : 2 * MAX_WITHDRAWALS]
 
 
 def test_a_session_that_was_lost_before_the_answer_is_no_answer() -> None:
@@ -116,11 +116,11 @@ def test_they_are_bounded() -> None:
     worker = Worker()
     withdrawals = Withdrawals(worker.send, threading.RLock(), alone=False)
     worker.there = False
-    for n in range(3 * MAX_OPEN):
+    for n in range(3 * MAX_WITHDRAWALS):
         withdrawals.add(f"000001-{n:08d}-0123456789ab", "x")
     worker.there = True
     withdrawals.resend()
-    assert len(worker.told) == MAX_OPEN
+    assert len(worker.told) == MAX_WITHDRAWALS
 
 
 def test_where_nobody_waits_nothing_is_kept() -> None:

@@ -27,7 +27,7 @@ from asyncckpt.storage.checkpoint_dir import tombstone_if_readable
 from asyncckpt.storage.commit import publish, remove_leftovers
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
-from asyncckpt.storage.mounts.abilities import CREATE, LINK, RENAME
+from asyncckpt.storage.mounts.abilities import BY_CREATION, BY_LINK, BY_RENAME
 from asyncckpt.storage.mounts.probe import probe
 from asyncckpt.storage.verification import verify_checkpoint
 from tests import mounts
@@ -51,12 +51,12 @@ def stem(root: Path) -> str:
 @pytest.mark.parametrize(
     ("lacks", "expected"),
     [
-        ((), {"publishes_by": LINK}),
-        (("hard links",), {"publishes_by": RENAME}),
-        (("links",), {"publishes_by": CREATE}),
-        (("links of rclone",), {"publishes_by": CREATE}),
+        ((), {"publishes_by": BY_LINK}),
+        (("hard links",), {"publishes_by": BY_RENAME}),
+        (("links",), {"publishes_by": BY_CREATION}),
+        (("links of rclone",), {"publishes_by": BY_CREATION}),
         (("links", "locks"), {"publishes_by": None, "locks": False}),
-        (("locks",), {"publishes_by": LINK, "locks": False}),
+        (("locks",), {"publishes_by": BY_LINK, "locks": False}),
         (("renames",), {"replaces": False}),
         (("random writes",), {"writes_anywhere": False, "truncates": False}),
         (("cuts",), {"truncates": False, "keeps_content": True}),
@@ -67,7 +67,13 @@ def stem(root: Path) -> str:
 def test_what_a_mount_lacks_is_found_out_by_doing_it(
     tmp_path: Path, lacks: tuple[str, ...], expected: dict[str, object]
 ) -> None:
-    whole = {"publishes_by": LINK, "writes_anywhere": True, "truncates": True, "keeps_content": True, "flushes": True}
+    whole = {
+        "publishes_by": BY_LINK,
+        "writes_anywhere": True,
+        "truncates": True,
+        "keeps_content": True,
+        "flushes": True,
+    }
     whole |= {"replaces": True, "locks": True, "removes": True}
     if "random writes" in lacks:
         whole["keeps_content"] = False  # nobody has looked

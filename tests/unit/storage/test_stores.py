@@ -32,7 +32,7 @@ from asyncckpt.storage.catalog import (
     read_manifest,
     scan,
 )
-from asyncckpt.storage.checkpoint_dir import NO_HOME, home_of, prepare_directory, tombstone_if_readable
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY, identity_of, prepare_directory, tombstone_if_readable
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.commit import publish, remove_files_of, remove_leftovers
 from asyncckpt.storage.local import LocalStore
@@ -237,7 +237,9 @@ def test_what_a_store_lacks_is_a_typed_error() -> None:
     with exclusively(store, "/store/c", 1.0) as is_locked:
         assert not is_locked
     assert (
-        home_of("/store/c", store) == NO_HOME and store.is_own("/store/c") and store.resolve("/store/c") == "/store/c"
+        identity_of("/store/c", store) == NO_IDENTITY
+        and store.is_own("/store/c")
+        and store.resolve("/store/c") == "/store/c"
     )
     with pytest.raises(UnsupportedByStoreError):
         store.as_files().open("/store/c/y", os.O_WRONLY | os.O_CREAT)

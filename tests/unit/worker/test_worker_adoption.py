@@ -25,7 +25,7 @@ def test_an_adopted_slot_is_opened_granted_and_looked_into(bench: Bench) -> None
     assert bench.adopt(id=70) is None
     (job,) = bench.of(ac.AdoptSlot)
     assert (job.nbytes, job.pid, job.fd, job.token) == (12288, 7, 9, TOKEN)
-    bench.feed(ev.SlotCreated, slot=job.slot, fd=31, token=TOKEN)
+    bench.feed(ev.SlotAdopted, slot=job.slot, fd=31, token=TOKEN)
     (granted,) = [a.message for a in bench.of(ac.Send)]
     assert granted == m.Granted(id=70, slot=job.slot, fd=31, nbytes=12288, token=TOKEN)
     assert [a.slot for a in bench.of(ac.ReadSlot)] == [job.slot]
@@ -173,7 +173,7 @@ def test_a_trainer_that_dies_while_its_slot_is_opened_loses_nothing_that_it_had_
     (job,) = bench.of(ac.AdoptSlot)
     bench.feed(ev.Died, session="1" * 16)
     assert not bench.of(ac.FreeSlot)
-    bench.feed(ev.SlotCreated, slot=job.slot, fd=31, token=TOKEN)
+    bench.feed(ev.SlotAdopted, slot=job.slot, fd=31, token=TOKEN)
     assert not bench.of(ac.Send)
     assert bench.of(ac.ReadSlot)
     bench.read(job.slot, generation=4, rank=0, world_size=2)
@@ -184,7 +184,7 @@ def test_a_trainer_that_dies_while_its_slot_is_opened_loses_nothing_that_it_had_
 def test_a_slot_that_cannot_be_opened_is_refused_and_forgotten(bench: Bench) -> None:
     bench.adopt(id=70)
     (job,) = bench.of(ac.AdoptSlot)
-    bench.feed(ev.SlotCreated, slot=job.slot, error=ERROR)
+    bench.feed(ev.SlotAdopted, slot=job.slot, error=ERROR)
     (refused,) = [a.message for a in bench.of(ac.Send)]
     assert code(refused) == "save_failed"
     assert not bench.core.tables.slots and bench.core.tables.jobs == 0
@@ -301,7 +301,7 @@ def test_ranks_of_which_one_had_not_heard_of_the_commit_have_it_in_memory_togeth
         bench.feed(ev.Died, session="1" * 16)
         bench.read(slots[0], generation=4, world_size=2)
         assert not bench.of(ac.FreeSlot)
-    if bench.core.tables.entry((FIRST, 1)).preparing:  # type: ignore[union-attr]
+    if bench.core.tables.part((FIRST, 1)).preparing:  # type: ignore[union-attr]
         bench.feed(ev.Prepared, key=(FIRST, 1), committed=True)
     assert bench.phase(FIRST, 1) == "committed"
     bench.feed(ev.Tick)

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from asyncckpt.protocol.options import bandwidth
-from asyncckpt_worker.bandwidth import PacedFiles
+from asyncckpt_worker.bandwidth import RateLimitedFiles
 
 MIB = 1 << 20
 
@@ -40,7 +40,7 @@ def test_what_is_no_rate_is_refused(text: str) -> None:
 
 def test_writes_take_as_long_as_the_rate_says(tmp_path: pathlib.Path) -> None:
     clock = Clock()
-    files = PacedFiles(20 * MIB, lambda: clock.now, clock.sleep)
+    files = RateLimitedFiles(20 * MIB, lambda: clock.now, clock.sleep)
     fd = os.open(tmp_path / "a", os.O_CREAT | os.O_RDWR)
     data, done = memoryview(os.urandom(10 * MIB + 4096)), 0
     while done < len(data):
@@ -55,13 +55,13 @@ def test_pieces_are_short_and_aligned(tmp_path: pathlib.Path) -> None:
     fd = os.open(tmp_path / "a", os.O_CREAT | os.O_RDWR)
     data = memoryview(bytes(64 * MIB))
     for rate, piece in ((MIB, MIB), (25 * MIB, 2 * MIB), (1000 * MIB, 64 * MIB)):
-        assert PacedFiles(rate, lambda: clock.now, clock.sleep).pwrite(fd, data, 0) == piece
+        assert RateLimitedFiles(rate, lambda: clock.now, clock.sleep).pwrite(fd, data, 0) == piece
     os.close(fd)
 
 
 def test_threads_share_one_rate(tmp_path: pathlib.Path) -> None:
     slept: list[float] = []
-    files = PacedFiles(10 * MIB, lambda: 0.0, slept.append)
+    files = RateLimitedFiles(10 * MIB, lambda: 0.0, slept.append)
     fd = os.open(tmp_path / "a", os.O_CREAT | os.O_RDWR)
     data = memoryview(bytes(MIB))
     threads = [threading.Thread(target=files.pwrite, args=(fd, data, n * MIB)) for n in range(8)]

@@ -109,7 +109,7 @@ def test_a_bug_at_one_save_stops_neither_the_event_nor_other_saves(
 
 
 def test_a_bug_at_one_adopted_slot_stops_neither_the_event_nor_other_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_for_first(monkeypatch, "slots", "entry_of_request")
+    break_for_first(monkeypatch, "slots", "part_of_request")
     loop = Loop()
     loop.hello()
     loop.read(loop.adopted(ended=4, committed=FIRST), generation=4)

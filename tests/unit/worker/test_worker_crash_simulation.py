@@ -151,9 +151,9 @@ class CrashingWorld(World):
         if isinstance(job, ac.AdoptSlot):
             memory, trainer = self.fds[job.fd]
             if not trainer.alive or self.luck(self.chaos / 10):
-                return self.feed(ev.SlotCreated(now=self.now, slot=job.slot, error=ERROR))
+                return self.feed(ev.SlotAdopted(now=self.now, slot=job.slot, error=ERROR))
             self.memory[job.slot] = memory
-            return self.feed(ev.SlotCreated(now=self.now, slot=job.slot, fd=job.fd, token=b"t" * 16))
+            return self.feed(ev.SlotAdopted(now=self.now, slot=job.slot, fd=job.fd, token=b"t" * 16))
         if isinstance(job, ac.Prepare) and job.key[0] in self.commits:
             assert job.resumed, "a committed save is taken for a new one"
             return self.feed(ev.Prepared(now=self.now, key=job.key, committed=True))

@@ -121,7 +121,7 @@ def test_idle_worker_exits_and_a_session_keeps_it() -> None:
 def test_worker_that_is_kept_by_a_process_or_set_so_never_leaves_for_idleness(idle_exit_s: float) -> None:
     bench = Bench(replace(CONFIG, idle_exit_s=idle_exit_s))
     for bench.now in (5.0, 1000.0):
-        assert bench.feed(ev.Tick, kept=idle_exit_s > 0) == [] and bench.core.wakes_at is None
+        assert bench.feed(ev.Tick, has_owner=idle_exit_s > 0) == [] and bench.core.wakes_at is None
     bench.now = 1001.0
     bench.feed(ev.Tick)
     assert bench.core.wakes_at == (1011.0 if idle_exit_s else None), "the idle time begins with the keeper's death"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from test_worker_crash_simulation import CrashingWorld
 from test_worker_simulation import ERROR, STEPS, Memory, Trainer
-from worker_bench import all_entries
+from worker_bench import all_parts
 
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.request import SaveRequest
@@ -125,9 +125,9 @@ class EarlyWorld(CrashingWorld):
 
     def perform(self, action: ac.Action) -> list[ev.Event]:
         if isinstance(action, ac.Write):
-            entry = self.core.tables.entry(action.key)
-            assert entry is not None
-            assert action.early == (entry.phase == OPEN)
+            part = self.core.tables.part(action.key)
+            assert part is not None
+            assert action.early == (part.phase == OPEN)
             assert action.resumed or action.key not in self.standing, f"{action.key} is written beside files that stand"
             is_ring = action.request.ring_segments > 0
             assert is_ring or not (action.early and action.resumed), "an adopted slot is written before its seal"
@@ -172,8 +172,8 @@ class EarlyWorld(CrashingWorld):
         return self.feed(ev.Written(now=self.now, key=job.key, error=ERROR))
 
     def check_end(self) -> None:
-        for save, entry in all_entries(self.core.tables):
-            key = (save.save_id, entry.rank)
+        for save, part in all_parts(self.core.tables):
+            key = (save.save_id, part.rank)
             written = key in self.sealed and key not in self.lost  # anew, or removed by the job
             swept = save.outcome not in (FAILED, ABANDONED) or written or key not in self.standing
             assert swept, f"{key} was not written again, and files of a dead worker stand"

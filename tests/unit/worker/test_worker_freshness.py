@@ -16,11 +16,11 @@ from asyncckpt.format.objects import encode_objects
 from asyncckpt.storage.shard_writer import PRINT_NBYTES, first_block_print
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.events import Contents
+from asyncckpt_worker.core.events import ContentDigests
 from asyncckpt_worker.core.model import Committed
 from asyncckpt_worker.core.nodes.tables import pack_result, unpack_result
 from asyncckpt_worker.core.saves import unchanged
-from asyncckpt_worker.io.content_digest import contents_of, rest_print
+from asyncckpt_worker.io.content_digest import digests_of, rest_print
 
 ONE, OTHER = b"1" * PRINT_NBYTES, b"2" * PRINT_NBYTES
 
@@ -91,8 +91,8 @@ def test_a_first_block_is_equal_but_for_its_save_id() -> None:
     ],
 )
 def test_what_is_told_of_a_save(step: int, tensors: bytes, rest: bytes, figures: dict[str, Any]) -> None:
-    before = Committed(0, 5, Contents(ONE, ONE))
-    assert unchanged(before, Committed(1, step, Contents(tensors, rest))) == figures
+    before = Committed(0, 5, ContentDigests(ONE, ONE))
+    assert unchanged(before, Committed(1, step, ContentDigests(tensors, rest))) == figures
 
 
 def printed(rank: int, shards: bytes = ONE, rest: bytes = ONE) -> Any:
@@ -101,12 +101,12 @@ def printed(rank: int, shards: bytes = ONE, rest: bytes = ONE) -> Any:
 
 def test_every_rank_counts_and_one_that_told_nothing_makes_it_unknown() -> None:
     requests = [REQUEST, REQUEST]
-    whole = contents_of(requests, [printed(0), printed(1)])
-    assert whole is not None and whole == contents_of(requests, [printed(0), printed(1)])
-    assert contents_of(requests, [printed(0), printed(1, OTHER)]) not in (None, whole)
-    assert contents_of(requests, [printed(0), printed(1, ONE, OTHER)]) not in (None, whole)
-    assert contents_of(requests, [printed(0), result_of(FIRST, 1)]) is None
-    assert contents_of([replace(REQUEST, n_tensors=0)] * 2, [printed(0), printed(1)]) is None
+    whole = digests_of(requests, [printed(0), printed(1)])
+    assert whole is not None and whole == digests_of(requests, [printed(0), printed(1)])
+    assert digests_of(requests, [printed(0), printed(1, OTHER)]) not in (None, whole)
+    assert digests_of(requests, [printed(0), printed(1, ONE, OTHER)]) not in (None, whole)
+    assert digests_of(requests, [printed(0), result_of(FIRST, 1)]) is None
+    assert digests_of([replace(REQUEST, n_tensors=0)] * 2, [printed(0), printed(1)]) is None
 
 
 def test_prints_travel_between_workers_and_an_older_one_tells_none() -> None:
@@ -128,7 +128,7 @@ def test_a_print_that_is_none_is_refused(wrong: Any) -> None:
 # ---- the core
 
 
-def commits(bench: Bench, number: int, contents: Contents | None) -> Any:
+def commits(bench: Bench, number: int, digests: ContentDigests | None) -> Any:
     """Let a save be committed; return what its row reports, and the warnings."""
     save_id, path = f"000001-{number:08d}-aaaaaaaaaaaa", f"/ckpt/{number}"
     bench.begin(1, save_id, number, path=path, step=number)
@@ -136,7 +136,7 @@ def commits(bench: Bench, number: int, contents: Contents | None) -> Any:
     bench.submit(1, save_id, number)
     bench.read(1, save_id, number, path=path, step=number)
     bench.feed(ev.Written, key=(save_id, 0), result=object())
-    actions = bench.core.handle(ev.Published(now=0.0, save_id=save_id, contents=contents))
+    actions = bench.core.handle(ev.Published(now=0.0, save_id=save_id, digests=digests))
     return bench.row(save_id)["report"], [a for a in actions if isinstance(a, ac.Log) and a.level == "warning"]
 
 
@@ -144,11 +144,11 @@ def test_a_save_is_compared_with_the_one_before_and_warned_of_if_nothing_has_cha
     bench = Bench()
     bench.hello()
     bench.slot()
-    same = Contents(ONE, ONE)
+    same = ContentDigests(ONE, ONE)
     assert commits(bench, 1, same) == ({}, [])
     report, (warning,) = commits(bench, 2, same)
     assert report == {"same_tensors_as_step": 1, "unchanged": True}
     assert warning.count == "saves_unchanged" and "step 2" in warning.text and "step 1" in warning.text
-    assert commits(bench, 3, Contents(ONE, OTHER)) == ({"same_tensors_as_step": 2}, [])
+    assert commits(bench, 3, ContentDigests(ONE, OTHER)) == ({"same_tensors_as_step": 2}, [])
     assert commits(bench, 4, None) == ({}, [])
     assert commits(bench, 5, same) == ({}, []), "what nothing is known of is compared with nothing"

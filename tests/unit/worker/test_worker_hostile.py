@@ -18,7 +18,7 @@ from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.exchange import MAX_BOARDS, MAX_BOARDS_NBYTES
+from asyncckpt_worker.core.boards import MAX_BOARDS, MAX_BOARDS_NBYTES
 from asyncckpt_worker.core.kept_snapshots import MAX_KEPT_SAVES
 from asyncckpt_worker.core.model import MAX_DIRECTORIES, MAX_HISTORY, MAX_SESSIONS, Slot
 from asyncckpt_worker.core.nodes.tables import pack_result
@@ -163,7 +163,7 @@ class Mob(Bench):
                 self.take(self.core.handle(self.read_slot(job.slot)))
             case ac.AdoptSlot():
                 opened = {"fd": job.slot + 100, "token": job.token} if rng.random() < 0.8 else {"error": ERROR}
-                self.take(self.core.handle(ev.SlotCreated(now=now, slot=job.slot, **opened)))
+                self.take(self.core.handle(ev.SlotAdopted(now=now, slot=job.slot, **opened)))
             case ac.FreeSlot():
                 self.take(self.core.handle(ev.SlotFreed(now=now, slot=job.slot)))
             case ac.Prepare():
@@ -207,9 +207,9 @@ class Mob(Bench):
         }
         if held is not None and self.rng.random() < 0.7:
             changes |= {"rank": held.rank, "world_size": held.world_size}
-            entry = self.core.tables.entry(held.key)
-            if entry is not None and held.key is not None:
-                changes |= {"save_id": held.key[0], "path": entry.path, "step": entry.step}
+            part = self.core.tables.part(held.key)
+            if part is not None and held.key is not None:
+                changes |= {"save_id": held.key[0], "path": part.path, "step": part.step}
         return SaveRequest(**{f.name: changes.get(f.name, getattr(REQUEST, f.name)) for f in fields(REQUEST)})
 
     def check(self) -> None:

@@ -17,7 +17,8 @@ from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.io import job_runner
 from asyncckpt_worker.io import writer as writer_module
-from asyncckpt_worker.io.job_runner import Job, JobRunner, Lanes
+from asyncckpt_worker.io.job_runner import JobRunner
+from asyncckpt_worker.io.lanes import Job, Lanes
 from asyncckpt_worker.io.writer import Writer
 from tests.storage_samples import OTHER_ID, SAVE_ID, FailingFiles, Snapshot, failing
 
@@ -110,7 +111,7 @@ def test_a_save_whose_manifest_is_published_never_ends_as_failed(tmp_path: pathl
     assert found.error is None and len(list(path.glob("*"))) == 4, "what the earlier save has left is removed"
 
 
-@pytest.mark.parametrize("part", ["remove_leftovers", "contents_of"])
+@pytest.mark.parametrize("part", ["remove_leftovers", "digests_of"])
 def test_a_bug_behind_the_commit_ends_no_save(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

@@ -59,8 +59,8 @@ class Keeper(Bench):
             if slot.key is None or slot.accepted_generation < 0:
                 found += self.feed(ev.SlotRead, slot=number, reason="OPEN")
             else:
-                entry = self.core.tables.entry(slot.key)
-                assert entry is not None
+                part = self.core.tables.part(slot.key)
+                assert part is not None
                 found += self.read(
                     number, slot.key[0], slot.accepted_generation, rank=slot.rank, world_size=slot.world_size
                 )

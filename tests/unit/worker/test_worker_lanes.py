@@ -12,8 +12,9 @@ from concurrent.futures import Executor
 import pytest
 
 from asyncckpt_worker.core.events import Event, Tick
-from asyncckpt_worker.io import job_runner, mount_table
-from asyncckpt_worker.io.job_runner import MOUNT_LANES, Job, Lanes
+from asyncckpt_worker.io import lanes as lanes_module
+from asyncckpt_worker.io import mount_table
+from asyncckpt_worker.io.lanes import MOUNT_LANES, Job, Lanes
 from asyncckpt_worker.io.mount_table import MountTable
 
 DEADLINE_S = 20.0
@@ -148,8 +149,8 @@ def test_a_link_to_a_file_system_that_hangs_is_followed_by_a_thread_of_its_own_f
 def test_a_job_for_which_all_threads_hang_elsewhere_is_refused_and_says_where(
     two: Callable[..., Lanes], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_runner, "THREAD_WAIT_S", 0.05)
-    monkeypatch.setattr(job_runner, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(lanes_module, "THREAD_WAIT_S", 0.05)
+    monkeypatch.setattr(lanes_module, "CHECK_INTERVAL_S", 0.01)
     lanes, hanging, refusals = two(max_threads=2), Hanging(), list[str]()
     for n in range(3):
         lanes.submit("write", Job(hanging, path=str(tmp_path / "a" / f"{n}")))
@@ -169,8 +170,8 @@ def test_a_job_for_which_all_threads_hang_elsewhere_is_refused_and_says_where(
 def test_a_job_that_waits_for_a_thread_is_run_when_one_of_another_file_system_has_ended(
     two: Callable[..., Lanes], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_runner, "IDLE_S", 0.05)
-    monkeypatch.setattr(job_runner, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(lanes_module, "IDLE_S", 0.05)
+    monkeypatch.setattr(lanes_module, "CHECK_INTERVAL_S", 0.01)
     lanes = two(max_threads=1)
     lanes.submit("write", Job(lambda _: Tick(now=1.0), path=str(tmp_path / "a" / "x")))
     lanes.submit("write", Job(lambda _: Tick(now=2.0), path=str(tmp_path / "b" / "x")))
@@ -181,12 +182,12 @@ def test_a_job_that_waits_for_a_thread_is_run_when_one_of_another_file_system_ha
 def test_a_job_that_has_waited_for_its_turn_longer_than_any_save_does_is_refused(
     two: Callable[..., Lanes], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_runner, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(lanes_module, "CHECK_INTERVAL_S", 0.01)
     lanes, hanging = two(), Hanging()
     for n in range(MOUNT_LANES["commit"]):
         lanes.submit("commit", Job(hanging, path=str(tmp_path / "a" / f"{n}")))
     eventually(lambda: hanging.begun == MOUNT_LANES["commit"])
-    monkeypatch.setattr(job_runner, "JOB_WAIT_S", 0.05)
+    monkeypatch.setattr(lanes_module, "JOB_WAIT_S", 0.05)
     lanes.submit("commit", Job(hanging, lambda error: Tick(now=2.0), str(tmp_path / "a" / "late")))
     assert collect(lanes, 1) == [Tick(now=2.0)]
     hanging.gate.set()

@@ -15,10 +15,10 @@ from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
 from asyncckpt_worker.mirrors import schedule as mirrors
 from asyncckpt_worker.mirrors.schedule import (
+    CHECK_EVERY_S,
     FIRST_PAUSE_S,
     FORGET_AFTER_S,
     LAST_PAUSE_S,
-    LOOK_EVERY_S,
     MAX_BLOCKING_TRIES,
     with_copied,
 )
@@ -84,7 +84,7 @@ def test_a_committed_save_is_copied_once_its_directory_was_searched(bench: Bench
     assert asked(bench).phase == "waiting"
     scanned(bench)
     (job,) = bench.of(ac.CopyToMirror)
-    assert (job.save_id, job.path, job.mirror, job.copies) == (FIRST, PATH, PLACE, True)
+    assert (job.save_id, job.path, job.mirror, job.is_ours) == (FIRST, PATH, PLACE, True)
     assert asked(bench).phase == "copying"
     bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True, report={"nbytes": 100, "copied_nbytes": 60})
     answer = asked(bench)
@@ -192,10 +192,10 @@ def test_a_worker_of_other_ranks_looks_and_does_not_copy(bench: Bench) -> None:
     assert not bench.of(ac.ScanUnmirrored)
     bench.feed(ev.Copied, save_id=FIRST_ID)
     assert asked(bench, peer=b"q").phase == "waiting"
-    bench.now += LOOK_EVERY_S
+    bench.now += CHECK_EVERY_S
     bench.feed(ev.Tick)
     (job,) = bench.of(ac.CopyToMirror)
-    assert not job.copies
+    assert not job.is_ours
     bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True)
     assert asked(bench, peer=b"q").phase == "done"
 
@@ -205,9 +205,9 @@ def test_rank_0_makes_a_worker_copy_that_only_looked(bench: Bench) -> None:
     asked(bench, peer=b"q")
     bench.feed(ev.Copied, save_id=FIRST_ID)
     asked(bench)
-    bench.now += LOOK_EVERY_S
+    bench.now += CHECK_EVERY_S
     bench.feed(ev.Tick)
-    assert [job.copies for job in bench.of(ac.CopyToMirror)] == [True]
+    assert [job.is_ours for job in bench.of(ac.CopyToMirror)] == [True]
 
 
 def test_what_nobody_asks_for_any_more_is_looked_for_no_longer(bench: Bench) -> None:

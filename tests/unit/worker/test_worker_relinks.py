@@ -159,8 +159,8 @@ def test_the_next_leader_hears_everything_again_and_commits(pair: Pair, first: s
 def test_what_the_dead_leader_had_committed_is_found_before_anything_ends_it(pair: Pair) -> None:
     pair.writes(pair.follower)
     replace_leader(pair)  # whose own rank has not come
-    entry = pair.leader.core.tables.saves[FIRST].ranks[1]
-    assert entry.preparing and entry.phase == "recovering"
+    part = pair.leader.core.tables.saves[FIRST].ranks[1]
+    assert part.preparing and part.phase == "recovering"
     pair.follower.feed(ev.Died, session=f"{1:016x}")
     pair.follower.feed(ev.SlotRead, slot=1, reason="SEALED")
     pair.pump(1.1 * COMMIT_TIMEOUT_S)

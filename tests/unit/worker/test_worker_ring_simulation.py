@@ -107,9 +107,9 @@ class RingWorld(World):
             case ac.Remove():
                 assert all(w.key[0] != action.save_id for w in waiting), "files are removed while they are written"
             case ac.Write():
-                entry = self.core.tables.entry(action.key)
-                assert entry is not None
-                assert action.early == (entry.phase == OPEN), "written before its seal"
+                part = self.core.tables.part(action.key)
+                assert part is not None
+                assert action.early == (part.phase == OPEN), "written before its seal"
         return super().perform(action)
 
     def do(self, job: Any) -> None:

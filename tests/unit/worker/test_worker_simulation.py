@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from worker_bench import BEGIN, HELLO, REQUEST, FakeResources, WatchedBrain, all_entries, all_saves
+from worker_bench import BEGIN, HELLO, REQUEST, FakeResources, WatchedBrain, all_parts, all_saves
 
 from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, from_wire, to_wire
 from asyncckpt.protocol import messages as m
@@ -196,9 +196,9 @@ class World(FakeResources):
         tables = self.core.tables
         for session in tables.sessions.values():
             assert all(tables.slots[n].session == session.name and not tables.slots[n].closing for n in session.slots)
-        for _, entry in tables.entries():
-            if entry.in_flight or entry.writing:
-                assert entry.slot in tables.slots and entry.slot in self.memory, f"{entry} lost its slot"
+        for _, part in tables.parts():
+            if part.in_flight or part.writing:
+                assert part.slot in tables.slots and part.slot in self.memory, f"{part} lost its slot"
 
     def finish_job(self) -> None:
         self.do(self.jobs.pop(self.random.randrange(len(self.jobs))))
@@ -515,10 +515,10 @@ class World(FakeResources):
         assert not tables.slots and not self.memory, "slots are left"
         assert not tables.sessions and not tables.peers
         assert tables.jobs == 0
-        for save, entry in all_entries(tables):
-            assert entry.phase in ENDED and save.outcome is not None, f"{save.save_id} never ended"
-            assert (entry.phase == COMMITTED) == (save.save_id in self.commits)
-            assert entry.phase == COMMITTED or entry.error is not None, f"{save.save_id} ended without a reason"
+        for save, part in all_parts(tables):
+            assert part.phase in ENDED and save.outcome is not None, f"{save.save_id} never ended"
+            assert (part.phase == COMMITTED) == (save.save_id in self.commits)
+            assert part.phase == COMMITTED or part.error is not None, f"{save.save_id} ended without a reason"
         lost = {save.save_id for save in all_saves(tables) if save.outcome in (FAILED, ABANDONED)}
         left = [found for found in self.files if found[0] in lost]
         assert not left, f"files of lost saves are left: {left}"
@@ -565,7 +565,7 @@ def test_the_simulation_reaches_every_outcome(rng: random.Random) -> None:
     for _ in range(300):  # a quarter of them reach the rarest
         world = World(rng.getrandbits(32), 0.2)
         world.run(steps=STEPS)
-        seen |= {entry.phase for _, entry in all_entries(world.core.tables)}
+        seen |= {part.phase for _, part in all_parts(world.core.tables)}
         if seen == ENDED:
             break
     assert seen == ENDED

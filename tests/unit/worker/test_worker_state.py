@@ -388,7 +388,7 @@ def test_results_that_come_twice_or_for_nothing_are_ignored(bench: Bench) -> Non
         (ev.Published, {"save_id": SECOND}),
         (ev.Removed, {"save_id": SECOND}),
         (ev.SlotRead, {"slot": 77}),
-        (ev.SlotCreated, {"slot": 77, "error": ERROR}),
+        (ev.SlotAdopted, {"slot": 77, "error": ERROR}),
         (ev.Died, {"session": "9" * 16}),
     ):
         assert bench.feed(kind, **fields) == []
@@ -638,7 +638,7 @@ def test_a_rank_may_leave_the_step_to_rank_0(
     for rank in (first_to_seal, 1 - first_to_seal):
         bench.submit(slots[rank], peer=peers[rank])
         bench.read(slots[rank], rank=rank, world_size=2, step=steps[rank])
-    assert {entry.step for entry in bench.core.tables.saves[FIRST].ranks.values()} == {5}
+    assert {part.step for part in bench.core.tables.saves[FIRST].ranks.values()} == {5}
     for rank in (1, 0):
         bench.feed(ev.Written, key=(FIRST, rank), result="r")
     assert [request.step for request in bench.of(ac.Commit)[0].requests] == [5, None]

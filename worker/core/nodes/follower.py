@@ -23,11 +23,11 @@ from asyncckpt.protocol.fields import MAX_TABLE, MAX_TEXT_CHARS
 from asyncckpt.protocol.messages import Follow, Following, Lineage, LineageFound
 from asyncckpt.protocol.node_tables import BEAT_S, CONSENTED, Outcomes, Report
 from asyncckpt.protocol.save_phases import ABANDONED, COMMITTED, DURABLE, FAILED, UNKNOWN
-from asyncckpt_worker.core.actions import Connection, Relay, Resources
+from asyncckpt_worker.core.actions import LeaderAddress, Relay, Resources
 from asyncckpt_worker.core.events import Peer, Relayed
 from asyncckpt_worker.core.failures import busy, leader_lost, not_continued, other_world
 from asyncckpt_worker.core.model import RankSave, Run, Save, Session
-from asyncckpt_worker.core.nodes.tables import PHASE_ORDER, Row, known_phase, pages, part_row
+from asyncckpt_worker.core.nodes.tables import PHASE_ORDER, PRESENT_S, Row, known_phase, pages, part_row
 from asyncckpt_worker.core.runs import RunRegistry
 from asyncckpt_worker.core.saves import SaveRegistry
 from asyncckpt_worker.core.slots import SlotRegistry
@@ -49,8 +49,8 @@ MAX_UNACKNOWLEDGED = 64
 MAX_FORMER_LEADERS = 64
 """Former leaders of a run that are remembered, to ignore their late messages."""
 
-IDLE_DISCONNECT_S, PRESENT_S = 60.0, 5.0
-"""Silence after which an unused connection is closed, and after which a leader counts as unreachable."""
+IDLE_DISCONNECT_S = 60.0
+"""Silence of the leader after which an unused connection is closed."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _Followed:
     """A run that another worker leads. `run.leader`: instance of the leader, "" before its first message."""
 
     run: Run
-    connect: Connection
+    leader_address: LeaderAddress
     last_message_at: float
     attempts: dict[int, int] = field(default_factory=dict)
     """Rank -> `attempt` of its latest Follow. Only these ranks are reported."""
@@ -101,7 +101,7 @@ class _Followed:
 
     def row(self, now: float) -> Mapping[str, Any]:
         """Return its row of the status report."""
-        address, silent_s = self.connect.address, now - self.last_message_at
+        address, silent_s = self.leader_address.address, now - self.last_message_at
         return {"run": self.run.run_id, "address": address, "leader": self.run.leader, "silent_s": silent_s}
 
 
@@ -110,7 +110,7 @@ class Follower:
 
     Args:
         tables: Tables of the core.
-        runs, saves, slot_registry: Parts of the core.
+        runs, saves, slot_registry, mirrors: Parts of the core.
         resources: Opens and closes connections.
     """
 
@@ -142,7 +142,7 @@ class Follower:
         run.leader_unreachable = refusal is not None
         if refusal is not None:
             return self._t.refuse(session.peer, m.id, refusal)
-        connect = Connection(
+        leader = LeaderAddress(
             run=m.run,
             address=m.address,
             server_public=m.server_public,
@@ -150,18 +150,18 @@ class Follower:
             client_secret=m.client_secret,
         )
         followed = self._followed.get(m.run)
-        if followed is not None and (followed.connect != connect or followed.run is not run):
+        if followed is not None and (followed.leader_address != leader or followed.run is not run):
             self._lose_leader(followed, "the run has another leader")
             self._disconnect(followed)
             followed = None
         if followed is None:
             try:
-                self._resources.connect(connect)
+                self._resources.connect(leader)
             except AsyncCkptError as error:
                 run.leader_unreachable = True
                 return self._t.refuse(session.peer, m.id, error)
             run.followed, run.leader = True, ""
-            followed = self._followed[m.run] = _Followed(run, connect, self._t.now)
+            followed = self._followed[m.run] = _Followed(run, leader, self._t.now)
             self._resend_everything(followed)
         followed.attempts[session.rank] = m.attempt
         followed.waiting_follows.setdefault((session.peer, m.id), self._t.now + m.timeout_s)
@@ -170,7 +170,7 @@ class Follower:
 
     def _refusal(self, m: Follow) -> AsyncCkptError | None:
         run, followed = self._t.runs[m.run], self._followed.get(m.run)
-        if any(s.link for name in run.members.values() if (s := self._t.sessions.get(name)) is not None):
+        if any(s.follower for name in run.members.values() if (s := self._t.sessions.get(name)) is not None):
             return ProtocolError(f"this worker leads run {m.run} itself", detail="leads")
         if followed is None and len(self._followed) >= MAX_FOLLOWED:
             return busy()
@@ -256,8 +256,8 @@ class Follower:
         followed.acknowledged_departures.clear()
         followed.full_sent_at = float("-inf")
         for save in self._t.open_saves(followed.run.run_id):
-            for entry in save.ranks.values():
-                entry.acknowledged = ""
+            for part in save.ranks.values():
+                part.acknowledged = ""
         mine = [s for s in (*self._t.ended, *self._t.saves.values()) if s.save_id.run_id == run_id and s.error]
         for ended in [s for s in mine if s.outcome in (FAILED, ABANDONED, UNKNOWN)][-MAX_UNACKNOWLEDGED:]:
             error = ended.error or {}
@@ -298,9 +298,9 @@ class Follower:
         if save is None or save.outcome is not None:
             return None
         for rank, phase in row["known"]:
-            entry = save.ranks.get(rank)
-            if entry is not None and PHASE_ORDER[phase] > PHASE_ORDER[entry.acknowledged]:
-                entry.acknowledged = phase
+            part = save.ranks.get(rank)
+            if part is not None and PHASE_ORDER[phase] > PHASE_ORDER[part.acknowledged]:
+                part.acknowledged = phase
                 if rank in followed.run.departed:
                     self._t.to_report.add(followed.run.run_id)  # see `_rank_rows`
         if not outcome:
@@ -314,8 +314,8 @@ class Follower:
             if e.rank in followed.attempts
         ):
             return None
-        for entry in save.ranks.values():
-            entry.report.update(row["report"])
+        for part in save.ranks.values():
+            part.report.update(row["report"])
         if outcome == COMMITTED:
             return self._saves.found_committed(save, row["report"])  # its recovery may still be in progress
         return self._saves.end_here(save, outcome, row["error"])
@@ -389,13 +389,14 @@ class Follower:
                 self._t.run_guarded("", self._send, followed, whole)
 
     def _send(self, followed: _Followed, whole: bool) -> None:
-        tables = {
-            "ranks": self._new(followed, "rank", self._rank_rows(followed), whole=whole),
-            "failures": self._new(followed, "failure", self._failure_rows(followed), whole=whole),
-            "withdrawals": self._new(followed, "withdrawal", _withdrawal_rows(followed), whole=whole),
-            "questions": self._new(followed, "question", _question_rows(followed), whole=whole),
-            "parts": self._new(followed, "part", self._part_rows(followed), whole=whole),
+        rows: dict[str, Iterable[Row]] = {
+            "ranks": self._rank_rows(followed),
+            "failures": self._failure_rows(followed),
+            "withdrawals": _withdrawal_rows(followed),
+            "questions": _question_rows(followed),
+            "parts": self._part_rows(followed),
         }
+        tables = {name: _rows_to_send(followed, name, found, whole=whole) for name, found in rows.items()}
         if whole:
             followed.full_sent_at = self._t.now
         elif not any(tables.values()):
@@ -414,18 +415,6 @@ class Follower:
             )
             self._t.actions.append(Relay(run=followed.run.run_id, route=b"", message=report))
 
-    def _new(self, followed: _Followed, kind: str, rows: Iterable[Row], *, whole: bool) -> list[Row]:
-        """Return the rows that have changed since they were sent; all rows if `whole`."""
-        before, found = followed.sent.get(kind, {}), list[Row]()
-        now: dict[Any, Row] = {}
-        for row in rows:
-            key = (row.get("save_id", row.get("path", "")), row.get("rank", -1))
-            now[key] = {name: value for name, value in row.items() if name not in ("request", "result", "report")}
-            if whole or before.get(key) != now[key]:
-                found.append(row)
-        followed.sent[kind] = now
-        return found
-
     def _rank_rows(self, followed: _Followed) -> Iterator[Row]:
         """Yield the rows of ranks.
 
@@ -438,9 +427,9 @@ class Follower:
                 continue
             reason = run.departed.get(rank, "")[:MAX_TEXT_CHARS]
             if reason and any(
-                _is_unacknowledged(entry)
+                _is_unacknowledged(part)
                 for save in self._t.open_saves(followed.run.run_id)
-                if (entry := save.ranks.get(rank)) is not None and entry.request is not None
+                if (part := save.ranks.get(rank)) is not None and part.request is not None
             ):
                 reason = ""
             yield {"rank": rank, "attempt": followed.attempts[rank], "gone": reason}
@@ -454,14 +443,14 @@ class Follower:
     def _part_rows(self, followed: _Followed) -> Iterator[Row]:
         run = followed.run
         for save in self._t.open_saves(followed.run.run_id) if run.leader else ():
-            for rank, entry in save.ranks.items():
-                if rank in followed.attempts and not entry.ended:
-                    entry.reported_to = entry.reported_to or run.leader
-                    yield part_row(save.save_id, entry, recovering=_former_may_know(followed, entry))
+            for rank, part in save.ranks.items():
+                if rank in followed.attempts and not part.ended:
+                    part.reported_to = part.reported_to or run.leader
+                    yield part_row(save.save_id, part, recovering=_former_may_know(followed, part))
 
     def _has_unacknowledged(self, followed: _Followed) -> bool:
         """Whether the leader has not acknowledged everything yet."""
-        open_parts = (entry for save in self._t.open_saves(followed.run.run_id) for entry in save.ranks.values())
+        open_parts = (part for save in self._t.open_saves(followed.run.run_id) for part in save.ranks.values())
         departed = {rank for rank in followed.run.departed if rank in followed.attempts}
         return bool(
             followed.unacknowledged_failures
@@ -494,18 +483,31 @@ class Follower:
         return any(self._has_unacknowledged(f) and now - f.last_message_at < PRESENT_S for f in self._followed.values())
 
 
-def _is_unacknowledged(entry: RankSave) -> bool:
-    return PHASE_ORDER[entry.acknowledged] < PHASE_ORDER[known_phase(entry)]
+def _is_unacknowledged(part: RankSave) -> bool:
+    return PHASE_ORDER[part.acknowledged] < PHASE_ORDER[known_phase(part)]
 
 
-def _is_complete_there(entry: RankSave) -> bool:
+def _is_complete_there(part: RankSave) -> bool:
     """Whether the leader needs nothing more of this part: it is durable, and its hook, if it has one, has consented."""
-    return entry.acknowledged == (CONSENTED if entry.has_consented else DURABLE) and not entry.needs_consent
+    return part.acknowledged == (CONSENTED if part.has_consented else DURABLE) and not part.needs_consent
 
 
-def _former_may_know(followed: _Followed, entry: RankSave) -> bool:
+def _former_may_know(followed: _Followed, part: RankSave) -> bool:
     """Whether a rank's part was reported to a former leader, or may have been by a dead worker."""
-    return entry.from_dead_worker or entry.reported_to not in ("", followed.run.leader)
+    return part.from_dead_worker or part.reported_to not in ("", followed.run.leader)
+
+
+def _rows_to_send(followed: _Followed, table: str, rows: Iterable[Row], *, whole: bool) -> list[Row]:
+    """Return the rows of a table that have changed since they were sent; all rows if `whole`."""
+    before, found = followed.sent.get(table, {}), list[Row]()
+    now: dict[Any, Row] = {}
+    for row in rows:
+        key = (row.get("save_id", row.get("path", "")), row.get("rank", -1))
+        now[key] = {name: value for name, value in row.items() if name not in ("request", "result", "report")}
+        if whole or before.get(key) != now[key]:
+            found.append(row)
+    followed.sent[table] = now
+    return found
 
 
 def _failure(save_id: str, outcome: str, error: Mapping[str, Any]) -> Row:
@@ -533,7 +535,7 @@ def _question_rows(followed: _Followed) -> Iterator[Row]:
 
 def _unreachable(followed: _Followed, why: str) -> WorkerUnavailableError:
     """Return the error for requests that wait for a leader that cannot be reached."""
-    address = followed.connect.address
+    address = followed.leader_address.address
     return WorkerUnavailableError(
         f"the worker at {address} that leads run {followed.run.run_id} cannot be reached from here: {why}. Start the "
         "worker beside rank 0 with --advertise HOST, a name or address of its node that the other nodes reach, and "

@@ -23,10 +23,18 @@ from asyncckpt_worker.core.actions import Listener, Relay, Resources
 from asyncckpt_worker.core.events import Relayed, Wire
 from asyncckpt_worker.core.failures import busy, failed, led_elsewhere, other_world, part_rejected, worker_lost
 from asyncckpt_worker.core.model import RankSave, Save, Session, Slot
-from asyncckpt_worker.core.nodes.tables import Row, begin_of, pages, reported_phase, request_of, unpack_result
+from asyncckpt_worker.core.nodes.tables import (
+    PRESENT_S,
+    Row,
+    begin_of,
+    pages,
+    reported_phase,
+    request_of,
+    unpack_result,
+)
 from asyncckpt_worker.core.runs import LineageRegistry, RunRegistry
 from asyncckpt_worker.core.save_admission import SaveAdmission
-from asyncckpt_worker.core.saves import SaveRegistry, forget_inactive_links
+from asyncckpt_worker.core.saves import SaveRegistry, forget_inactive_followers
 from asyncckpt_worker.core.slots import SlotRegistry
 from asyncckpt_worker.core.status import missing_of
 from asyncckpt_worker.core.tables import EndedSave, Tables
@@ -44,17 +52,14 @@ MAX_ANSWERS = 64
 FORGET_S = 600.0
 """A follower is forgotten after this time without a message, but not before the timeouts of its run's open saves."""
 
-PRESENT_S = 5.0
-"""A follower counts as reachable for this long after its last message."""
-
 
 @dataclass(slots=True)
 class _FollowerRecord:
-    """A follower in one run. `route`: address of its last message; `link`: its ID in sessions and parts."""
+    """A follower in one run. `name`: its ID in sessions and parts; `route`: address of its last message."""
 
     run_id: str
     instance: str
-    link: str
+    name: str
     route: bytes
     last_counter: int = 0
     """Counter of the last page received from it."""
@@ -115,7 +120,7 @@ class Leader:
         """Run and directory -> error of the last lineage scan."""
 
         self._pending_rows: dict[str, dict[str, None]] = {}
-        """Link -> saves whose rows are sent at the end of this event; other rows are sent with the next whole table."""
+        """Follower -> saves whose rows are sent at the end of this event; others are sent with the next whole table."""
 
     # ---- requests of trainers ---------------------------------------------------------------------------------------
 
@@ -169,11 +174,10 @@ class Leader:
         follower = self._follower_record(event, m)
         if follower is None or m.counter <= follower.last_counter:
             return
-        link = follower.link
         follower.last_counter, follower.route, follower.saves = m.counter, event.route, tuple(m.saves)
         follower.world_size = m.world_size
         follower.refused = {save_id: ranks for save_id, ranks in follower.refused.items() if save_id in follower.saves}
-        self._t.last_message_at[link] = self._t.now
+        self._t.last_message_at[follower.name] = self._t.now
         if m.to != self._t.instance:
             follower.full_sent_at = float("-inf")  # it does not know this leader yet
         run = self._t.runs.get(event.run)
@@ -198,23 +202,23 @@ class Leader:
             self._t.run_guarded(row.get("save_id", ""), take, follower, row)
         ended = [i for i in m.saves if (save := self._t.find(i)) is not None and save.outcome is not None]
         if ended:
-            self._pending_rows.setdefault(link, {}).update(dict.fromkeys(ended))
+            self._pending_rows.setdefault(follower.name, {}).update(dict.fromkeys(ended))
 
     def _follower_record(self, event: Relayed, m: Report) -> _FollowerRecord | None:
-        link = f"{m.sender}.{event.run}"
-        found = self._followers.get(link)
+        name = f"{m.sender}.{event.run}"
+        found = self._followers.get(name)
         if found is None and self._has_room():
-            found = self._followers[link] = _FollowerRecord(event.run, m.sender, link, event.route)
+            found = self._followers[name] = _FollowerRecord(event.run, m.sender, name, event.route)
             self._t.log("info", f"worker {m.sender} is a follower in run {event.run}", count="followers_linked")
         return found
 
     def _has_room(self) -> bool:
         """Whether another follower can be added; if not, drop the one without ranks that is silent longest."""
         if len(self._followers) >= MAX_FOLLOWERS:
-            with_ranks = {s.link for s in self._t.sessions.values()}
-            spare = [link for link in self._followers if link not in with_ranks]
+            with_ranks = {s.follower for s in self._t.sessions.values()}
+            spare = [name for name in self._followers if name not in with_ranks]
             if spare:
-                oldest = min(spare, key=lambda link: self._t.last_message_at.get(link, 0.0))
+                oldest = min(spare, key=lambda name: self._t.last_message_at.get(name, 0.0))
                 self._forget(self._followers[oldest], "too many followers")
         return len(self._followers) < MAX_FOLLOWERS
 
@@ -224,8 +228,8 @@ class Leader:
         """Handle a row of a rank: this follower is its worker, unless the rank has named another one since."""
         rank, attempt, run = row["rank"], row["attempt"], self._t.runs.get(follower.run_id)
         holder = self._t.sessions.get(run.members.get(rank, "")) if run is not None else None
-        if holder is not None and holder.link not in ("", follower.link):
-            other = self._followers.get(holder.link)
+        if holder is not None and holder.follower not in ("", follower.name):
+            other = self._followers.get(holder.follower)
             if other is not None and attempt <= other.ranks.get(rank, -1):
                 follower.ranks.pop(rank, None)
                 follower.reassigned.add(rank)
@@ -242,25 +246,25 @@ class Leader:
 
     def _session(self, follower: _FollowerRecord, rank: int) -> Session:
         """Return the session of a rank; a new one, which is not stored, if the rank has departed."""
-        name = f"{follower.link}/{rank}"
-        new = Session(name, b"", 0, 0, rank, follower.world_size, "", link=follower.link)
+        name = f"{follower.name}/{rank}"
+        new = Session(name, b"", 0, 0, rank, follower.world_size, "", follower=follower.name)
         return self._t.sessions.get(name) or new
 
     def _take_departure(self, follower: _FollowerRecord, row: Row) -> None:
-        session = self._t.sessions.get(f"{follower.link}/{row['rank']}")
+        session = self._t.sessions.get(f"{follower.name}/{row['rank']}")
         if session is not None:
             del self._t.sessions[session.name]
             self._runs.leave(session, row["gone"])
         if row["rank"] in follower.ranks and row["rank"] not in follower.departed:
             follower.departed.add(row["rank"])
-            self._pending_rows.setdefault(follower.link, {})
+            self._pending_rows.setdefault(follower.name, {})
 
     def _detach_rank(self, session: Session, why: str) -> None:
         """Remove a rank from its follower. Its parts stay open, as the rank's next worker reports them again.
 
         Parts that are not reported again end by the deadline for silent followers (`saves.deadline`).
         """
-        follower = self._followers.get(session.link)
+        follower = self._followers.get(session.follower)
         if follower is not None:
             follower.ranks.pop(session.rank, None)
             follower.reassigned.add(session.rank)
@@ -269,14 +273,14 @@ class Leader:
 
     def _forget(self, follower: _FollowerRecord, why: str) -> None:
         """Forget a follower, and end the saves in which a rank of it is not durable or has not consented."""
-        del self._followers[follower.link]
-        self._t.last_message_at.pop(follower.link, None)
-        for session in [s for s in self._t.sessions.values() if s.link == follower.link]:
+        del self._followers[follower.name]
+        self._t.last_message_at.pop(follower.name, None)
+        for session in [s for s in self._t.sessions.values() if s.follower == follower.name]:
             self._detach_rank(session, why)
             for save in [s for s in self._t.saves.values() if s.outcome is None and not s.committing]:
-                entry = save.ranks.get(session.rank)
-                if entry is not None and entry.link == follower.link and _is_unfinished(entry):
-                    self._saves.end(save, FAILED, worker_lost(save, entry, why))
+                part = save.ranks.get(session.rank)
+                if part is not None and part.follower == follower.name and _is_unfinished(part):
+                    self._saves.end(save, FAILED, worker_lost(save, part, why))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -288,57 +292,57 @@ class Leader:
             return
         session = self._session(follower, rank)
         self._reassign_part(follower, session, save_id)
-        save, entry = self._t.find(save_id), self._t.entry((save_id, rank))
-        if entry is None and save is not None and save.outcome == COMMITTED:
+        save, part = self._t.find(save_id), self._t.part((save_id, rank))
+        if part is None and save is not None and save.outcome == COMMITTED:
             return  # the former leader committed it, with all ranks
-        if entry is None:
+        if part is None:
             if self._admission.refuse_other_world(session, save_id) is None:
                 self._admission.begin(session, begin_of(row), resumed=row["recovering"])
-            entry = self._t.entry((save_id, rank))
-        if entry is None or entry.link != follower.link or entry.ended:
+            part = self._t.part((save_id, rank))
+        if part is None or part.follower != follower.name or part.ended:
             return
-        if row["streamed"] and entry.is_open and (not entry.streaming or (entry.written_at == inf) != row["writing"]):
-            entry.streaming, entry.written_at = True, inf if row["writing"] else self._t.now
+        if row["streamed"] and part.is_open and (not part.streaming or (part.written_at == inf) != row["writing"]):
+            part.streaming, part.written_at = True, inf if row["writing"] else self._t.now
             self._t.touched[(save_id, rank)] = None
         try:
             request = request_of(row)
             result = unpack_result(row["result"], save_id, rank) if "result" in row else None
         except (ValueError, TypeError, KeyError, AsyncCkptError) as error:
-            return self._fail_unreadable_part(save_id, entry, error)
-        if request is not None and entry.is_open:
-            slot = Slot(0, 0, session.name, rank, session.world_size, 0, link=follower.link)
+            return self._fail_unreadable_part(save_id, part, error)
+        if request is not None and part.is_open:
+            slot = Slot(0, 0, session.name, rank, session.world_size, 0, follower=follower.name)
             self._admission.accept_sealed(slot, 1, request)
         opened = self._t.saves.get(save_id)
-        if result is not None and opened is not None and entry.request is not None and entry.result is None:
-            self._saves.written_remotely(opened, entry, result, row.get("report", {}))
+        if result is not None and opened is not None and part.request is not None and part.result is None:
+            self._saves.written_remotely(opened, part, result, row.get("report", {}))
         if "consent" in row:
             consent = Consent(id=0, save_id=save_id, granted=row["consent"], reason=row.get("reason", ""))
-            needed = entry.needs_consent
+            needed = part.needs_consent
             self._admission.consent(session, consent)
-            if needed and not entry.needs_consent:  # the follower need not repeat it
-                self._pending_rows.setdefault(follower.link, {})[save_id] = None
+            if needed and not part.needs_consent:  # the follower need not repeat it
+                self._pending_rows.setdefault(follower.name, {})[save_id] = None
 
-    def _fail_unreadable_part(self, save_id: str, entry: RankSave, error: Exception) -> None:
+    def _fail_unreadable_part(self, save_id: str, part: RankSave, error: Exception) -> None:
         """End the save of a part that cannot be decoded, at once rather than by its deadline."""
-        text = f"the report of the worker of rank {entry.rank} cannot be decoded: {error!r}"
+        text = f"the report of the worker of rank {part.rank} cannot be decoded: {error!r}"
         self._t.log("error", text, save_id=save_id, count="protocol_errors")
         save = self._t.saves.get(save_id)
         if save is not None and save.outcome is None and not save.committing:
-            self._saves.end(save, FAILED, failed(save, entry, "protocol", text))
+            self._saves.end(save, FAILED, failed(save, part, "protocol", text))
 
     def _reassign_part(self, follower: _FollowerRecord, session: Session, save_id: str) -> None:
         """Assign an open part of a rank to its new worker.
 
         What the former worker reported stays; the new one reports the same.
         """
-        entry = self._t.entry((save_id, session.rank))
-        if entry is None or entry.link in ("", follower.link) or session.run != follower.run_id:
+        part = self._t.part((save_id, session.rank))
+        if part is None or part.follower in ("", follower.name) or session.run != follower.run_id:
             return
         save = self._t.find_or_reopen(save_id, session.rank)
         assert save is not None
-        entry = save.ranks[session.rank]
-        entry.link, entry.session = follower.link, session.name
-        entry.streaming = False
+        part = save.ranks[session.rank]
+        part.follower, part.session = follower.name, session.name
+        part.streaming = False
         text = f"rank {session.rank} continues with another worker"
         self._t.log("info", text, save_id=save_id, session=session.name, count="ranks_resumed")
 
@@ -359,11 +363,11 @@ class Leader:
 
     def _fail_orphaned(self, follower: _FollowerRecord, row: Row) -> bool:
         """End a save whose rank reports that no worker continues its sealed part; return whether the row is handled."""
-        save, entry = self._t.saves.get(row["save_id"]), self._t.entry((row["save_id"], row["rank"]))
-        if entry is None or entry.link in ("", follower.link) or entry.is_open:
+        save, part = self._t.saves.get(row["save_id"]), self._t.part((row["save_id"], row["rank"]))
+        if part is None or part.follower in ("", follower.name) or part.is_open:
             return False
-        if save is not None and save.outcome is None and not save.committing and _is_unfinished(entry):
-            self._saves.end(save, FAILED, worker_lost(save, entry, row["reason"] or "no worker continues its part"))
+        if save is not None and save.outcome is None and not save.committing and _is_unfinished(part):
+            self._saves.end(save, FAILED, worker_lost(save, part, row["reason"] or "no worker continues its part"))
         return True
 
     def _take_question(self, follower: _FollowerRecord, row: Row) -> None:
@@ -378,10 +382,10 @@ class Leader:
         follower.questions[parent] = (row["path"], row["number"])
         self._answers.pop((follower.run_id, parent), None)
         session = self._session(follower, row["rank"])
-        question = Lineage(
+        request = Lineage(
             id=0, run=follower.run_id, path=row["path"], mirror=row["mirror"], least_epoch=row["least_epoch"]
         )
-        self._lineages.ask(session, question)
+        self._lineages.ask(session, request)
 
     def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
         """Send the epoch or the error to every follower of the run that asked for it."""
@@ -390,19 +394,19 @@ class Leader:
             self._answers[run_id, parent] = error
             for old in list(self._answers)[: -MAX_LED * MAX_ANSWERS]:
                 del self._answers[old]
-        for link, follower in self._followers.items():
+        for name, follower in self._followers.items():
             if follower.run_id == run_id and parent in follower.questions:
-                self._pending_rows.setdefault(link, {})
+                self._pending_rows.setdefault(name, {})
 
     # ---- outcomes for followers -------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Forget followers that have been silent for too long."""
         for follower in list(self._followers.values()):
-            silent_s = self._t.now - self._t.last_message_at.get(follower.link, self._t.now)
+            silent_s = self._t.now - self._t.last_message_at.get(follower.name, self._t.now)
             if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._t.open_saves(follower.run_id)):
                 self._forget(follower, f"no message for {silent_s:.0f} s")
-        forget_inactive_links(self._t, self._followers.keys())
+        forget_inactive_followers(self._t, self._followers.keys())
 
     def flush(self) -> None:
         """Send each follower the rows that changed, or the whole table when that is due; at the end of an event."""
@@ -412,24 +416,24 @@ class Leader:
             return
         for save_id, rank in (*self._t.touched, *self._t.changed):
             save = self._t.saves.get(save_id)
-            entry = save.ranks.get(rank) if save is not None else None
-            if entry is not None and entry.link:
-                pending.setdefault(entry.link, {})[save_id] = None
+            part = save.ranks.get(rank) if save is not None else None
+            if part is not None and part.follower:
+                pending.setdefault(part.follower, {})[save_id] = None
         rows: dict[str, dict[str, Any]] = {}  # built once for all followers, as are the failed copies of a run
         repeated: dict[str, list[SaveId]] = {}
-        for link, follower in self._followers.items():
+        for name, follower in self._followers.items():
             if follower.run_id in self._t.announced:
-                pending.setdefault(link, {})
+                pending.setdefault(name, {})
             if failed := [save_id for save_id in failed_copies if save_id.run_id == follower.run_id]:
-                pending.setdefault(link, {}).update(dict.fromkeys(failed))
+                pending.setdefault(name, {}).update(dict.fromkeys(failed))
             if self._t.now - follower.full_sent_at >= BEAT_S:
                 follower.full_sent_at = self._t.now
                 if follower.run_id not in repeated:
                     repeated[follower.run_id] = self._mirrors.failures_of(follower.run_id)
                 wanted = dict.fromkeys((*follower.saves, *repeated[follower.run_id]))
                 self._t.run_guarded("", self._send, follower, tuple(wanted), rows)
-            elif link in pending:
-                self._t.run_guarded("", self._send, follower, tuple(pending[link]), rows)
+            elif name in pending:
+                self._t.run_guarded("", self._send, follower, tuple(pending[name]), rows)
 
     def _send(self, follower: _FollowerRecord, save_ids: tuple[str, ...], rows: dict[str, dict[str, Any]]) -> None:
         tables = {
@@ -459,9 +463,9 @@ class Leader:
         save = self._t.find(save_id)
         if save_id not in rows:
             rows[save_id] = self._common_row(save_id, save)
-        parts = {rank: self._t.entry((save_id, rank)) for rank in sorted(follower.ranks)}
-        mine = {rank: entry for rank, entry in parts.items() if entry is not None and entry.link == follower.link}
-        known = [(rank, _phase_of(entry) or OPEN) for rank, entry in mine.items()]
+        parts = {rank: self._t.part((save_id, rank)) for rank in sorted(follower.ranks)}
+        mine = {rank: part for rank, part in parts.items() if part is not None and part.follower == follower.name}
+        known = [(rank, _phase_of(part) or OPEN) for rank, part in mine.items()]
         refused = sorted(follower.refused.get(save_id, set()) - mine.keys())
         known += [(rank, OPEN) for rank in refused]
         row = {**rows[save_id], "known": known[:MAX_TABLE]}
@@ -476,7 +480,7 @@ class Leader:
                     "error": late.error or part_rejected(save_id, late.rank),
                     "report": {},
                 }
-            report = next((dict(entry.report) for entry in mine.values()), {})
+            report = next((dict(part.report) for part in mine.values()), {})
             return {**row, "report": report}
         if row["outcome"]:
             error = next((e.error for e in mine.values() if e.ended and e.error), None)
@@ -531,8 +535,8 @@ class Leader:
         """Return a row of the status report for each follower."""
         now, last_message_at = self._t.now, self._t.last_message_at
         return [
-            {"run": r.run_id, "worker": r.instance, "silent_s": now - last_message_at.get(link, now)}
-            for link, r in self._followers.items()
+            {"run": r.run_id, "worker": r.instance, "silent_s": now - last_message_at.get(name, now)}
+            for name, r in self._followers.items()
         ]
 
     @property
@@ -540,9 +544,9 @@ class Leader:
         """Whether a reachable follower does not know yet that a save has ended."""
         now = self._t.now
         return any(
-            now - self._t.last_message_at.get(link, now) < PRESENT_S
+            now - self._t.last_message_at.get(name, now) < PRESENT_S
             and any((save := self._t.find(s)) is not None and save.outcome is not None for s in follower.saves)
-            for link, follower in self._followers.items()
+            for name, follower in self._followers.items()
         )
 
 
@@ -550,12 +554,12 @@ def _run_of(row: Row) -> str:
     return SaveId.parse(row["save_id"]).run_id
 
 
-def _is_unfinished(entry: RankSave) -> bool:
-    return entry.phase != DURABLE or entry.needs_consent
+def _is_unfinished(part: RankSave) -> bool:
+    return part.phase != DURABLE or part.needs_consent
 
 
-def _phase_of(entry: RankSave) -> str:
+def _phase_of(part: RankSave) -> str:
     """Return the phase of a part to acknowledge; "" once it has ended."""
-    if entry.result is None or entry.ended:
-        return reported_phase(entry)
-    return CONSENTED if entry.has_consented else DURABLE
+    if part.result is None or part.ended:
+        return reported_phase(part)
+    return CONSENTED if part.has_consented else DURABLE

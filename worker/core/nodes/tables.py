@@ -28,6 +28,9 @@ from asyncckpt_worker.core.model import RankSave
 PHASE_ORDER = {"": 0, OPEN: 1, SEALED: 2, DURABLE: 3, CONSENTED: 4}
 """Phase of a row, or of `known` -> its order."""
 
+PRESENT_S = 5.0
+"""A worker counts as reachable for this long after its last message."""
+
 MAX_SUMS_NBYTES = 1 << 20
 """Maximum size of a rank's sums in a row; the leader computes larger ones from the rank's index. Chosen."""
 
@@ -40,50 +43,50 @@ _PRINTS = ("shards_print", "rest_print")
 Row = Mapping[str, Any]
 
 
-def reported_phase(entry: RankSave) -> str:
+def reported_phase(part: RankSave) -> str:
     """Return the phase of a part's row: `sealed` for all phases from the seal until durable; "" once it has ended."""
-    if entry.ended:
+    if part.ended:
         return ""
-    return DURABLE if entry.phase == DURABLE else OPEN if entry.is_open else SEALED
+    return DURABLE if part.phase == DURABLE else OPEN if part.is_open else SEALED
 
 
-def known_phase(entry: RankSave) -> str:
+def known_phase(part: RankSave) -> str:
     """Return what `known` says of a part once the leader has its row."""
-    phase = reported_phase(entry)
-    return CONSENTED if phase == DURABLE and entry.has_consented else phase
+    phase = reported_phase(part)
+    return CONSENTED if phase == DURABLE and part.has_consented else phase
 
 
-def part_row(save_id: str, entry: RankSave, *, recovering: bool) -> dict[str, Any]:
+def part_row(save_id: str, part: RankSave, *, recovering: bool) -> dict[str, Any]:
     """Return the row of a rank's part in an open save.
 
     Args:
         save_id: ID of the save.
-        entry: The part.
+        part: The part.
         recovering: A dead worker or former leader may have written or committed it.
     """
-    phase = reported_phase(entry)
+    phase = reported_phase(part)
     row: dict[str, Any] = {
         "save_id": save_id,
-        "rank": entry.rank,
+        "rank": part.rank,
         "phase": phase,
-        "step": entry.step,
-        "path": entry.path,
-        "nbytes": entry.nbytes,
-        "umask": entry.umask,
-        "overwrite": entry.overwrite,
-        "commit_timeout_s": entry.commit_timeout_s,
+        "step": part.step,
+        "path": part.path,
+        "nbytes": part.nbytes,
+        "umask": part.umask,
+        "overwrite": part.overwrite,
+        "commit_timeout_s": part.commit_timeout_s,
         "recovering": recovering,
-        "streamed": entry.ring,
-        "writing": entry.ring and entry.writing and phase == OPEN,
+        "streamed": part.ring,
+        "writing": part.ring and part.writing and phase == OPEN,
     }
-    if PHASE_ORDER[phase] >= PHASE_ORDER[SEALED] > PHASE_ORDER[entry.acknowledged]:
-        assert entry.request is not None
-        slim = replace(entry.request, structure=b"", objects=b"", metadata="{}")
+    if PHASE_ORDER[phase] >= PHASE_ORDER[SEALED] > PHASE_ORDER[part.acknowledged]:
+        assert part.request is not None
+        slim = replace(part.request, structure=b"", objects=b"", metadata="{}")
         row["request"] = encode_request(slim)
-    if PHASE_ORDER[phase] >= PHASE_ORDER[DURABLE] > PHASE_ORDER[entry.acknowledged]:
-        row["result"], row["report"] = pack_result(entry.result), entry.report
-    if entry.consent is not None:
-        row["consent"], row["reason"] = entry.consent
+    if PHASE_ORDER[phase] >= PHASE_ORDER[DURABLE] > PHASE_ORDER[part.acknowledged]:
+        row["result"], row["report"] = pack_result(part.result), part.report
+    if part.consent is not None:
+        row["consent"], row["reason"] = part.consent
     return row
 
 

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from asyncckpt.storage import local
-from asyncckpt.storage.checkpoint_dir import NO_HOME, home_of, is_at_home
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY, has_identity, identity_of
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.store import DirectoryIdentity
@@ -21,28 +21,28 @@ def test_the_directory_itself_is_taken_once_it_is_there_and_else_the_one_that_is
     tmp_path: pathlib.Path,
 ) -> None:
     path = str(tmp_path / "a" / "b")
-    assert home_of(path, STORE) == NO_HOME
+    assert identity_of(path, STORE) == NO_IDENTITY
     os.mkdir(tmp_path / "a")
-    assert home_of(path, STORE).inode == os.stat(tmp_path / "a").st_ino
+    assert identity_of(path, STORE).inode == os.stat(tmp_path / "a").st_ino
     os.mkdir(path)
-    assert home_of(path, STORE).inode == os.stat(path).st_ino
+    assert identity_of(path, STORE).inode == os.stat(path).st_ino
 
 
 def test_it_is_there_until_it_is_removed(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "a" / "b"
     path.mkdir(parents=True)
-    found = home_of(str(path), STORE)
-    assert is_at_home(str(path), found, STORE)
+    found = identity_of(str(path), STORE)
+    assert has_identity(str(path), found, STORE)
     path.rmdir()
-    assert not is_at_home(str(path), found, STORE)
+    assert not has_identity(str(path), found, STORE)
 
 
 def test_the_holder_counts_while_nothing_was_made_in_it(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "b"
-    found = home_of(str(path), STORE)
-    assert is_at_home(str(path), found, STORE)
+    found = identity_of(str(path), STORE)
+    assert has_identity(str(path), found, STORE)
     path.mkdir()
-    assert is_at_home(str(path), found, STORE), "made since"
+    assert has_identity(str(path), found, STORE), "made since"
 
 
 def test_one_made_anew_with_the_number_of_the_old_one_is_another(
@@ -50,17 +50,17 @@ def test_one_made_anew_with_the_number_of_the_old_one_is_another(
 ) -> None:
     path = tmp_path / "a"
     path.mkdir()
-    found = home_of(str(path), STORE)
+    found = identity_of(str(path), STORE)
     old = DirectoryIdentity(found.inode, found.birth_ns - 1 if found.birth_ns else 0)
     monkeypatch.setattr(local, "birth_ns", lambda _: 7)
-    assert not is_at_home(str(path), DirectoryIdentity(found.inode, 8), STORE)
-    assert is_at_home(str(path), DirectoryIdentity(found.inode, 0), STORE), "who cannot know does not doubt"
+    assert not has_identity(str(path), DirectoryIdentity(found.inode, 8), STORE)
+    assert has_identity(str(path), DirectoryIdentity(found.inode, 0), STORE), "who cannot know does not doubt"
     monkeypatch.setattr(local, "birth_ns", lambda _: 0)
-    assert is_at_home(str(path), old, STORE)
+    assert has_identity(str(path), old, STORE)
 
 
 def test_what_nobody_has_seen_is_not_missed(tmp_path: pathlib.Path) -> None:
-    assert is_at_home(str(tmp_path / "nothing"), NO_HOME, STORE)
+    assert has_identity(str(tmp_path / "nothing"), NO_IDENTITY, STORE)
 
 
 def test_a_birth_is_known_or_nought(tmp_path: pathlib.Path) -> None:
@@ -76,4 +76,4 @@ def test_storage_that_does_not_answer_is_no_home(tmp_path: pathlib.Path) -> None
         def stat(self, path: str) -> os.stat_result:
             raise OSError(5, "simulated")
 
-    assert home_of(str(tmp_path), LocalStore(Broken())) == NO_HOME
+    assert identity_of(str(tmp_path), LocalStore(Broken())) == NO_IDENTITY
