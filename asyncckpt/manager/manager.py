@@ -476,7 +476,7 @@ class CheckpointManager:
         if self._exports is not None:
             self._exports.prepare(state, is_due=self._exports.is_due(step, self._last_step))
         max_wait_s = config.slot_timeout_s if config.on_busy == "wait" else 0.0
-        hold, handle = DirectoryHold(self._names.name(step)), None
+        hold, handle = DirectoryHold(self._names.name(step), kw.get("mirror")), None
         try:  # IMPORTANT: an interrupt may come between any two lines, and the directory must not stay busy for ever
             self._retention.save_begins(hold, max_wait_s, lambda: self._preemption.grace_left_s is not None)
             began = time.monotonic()
@@ -509,7 +509,9 @@ class CheckpointManager:
             return self._retention.save_ended(hold, is_committed=is_committed)
         retention = self._retention
         if handle.mirrored is not None and is_committed:
-            handle.mirrored.add_done_callback(lambda done: retention.request_prune())
+            handle.mirrored.add_done_callback(
+                lambda done: retention.copied(hold) if _has_succeeded(done) else retention.request_prune()
+            )
         return handle.written.add_done_callback(
             lambda done: retention.save_ended(hold, is_committed=_has_succeeded(done))
         )

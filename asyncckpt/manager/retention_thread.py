@@ -124,16 +124,23 @@ MIRROR_CLOSE_S = 5.0
 
 
 class DirectoryHold:
-    """Keeps retention from removing the directory `name` while a save to it is in progress. Compared by identity."""
+    """Keeps retention from removing the directory `name` while a save to it is in progress. Compared by identity.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Attributes:
+        name: The directory's name.
+        mirror: Path or URL that the checkpoint is copied to; None: it is not.
+        restored: What the run had restored from when the save began, if the mirror had nothing of the run since.
+    """
+
+    def __init__(self, name: str, mirror: str | None = None) -> None:
+        self.name, self.mirror = name, mirror
+        self.restored: SaveId | None = None
 
 
 class RootRetention:
     """The checkpoints in a root: lists them, and on rank 0 removes those that the retention policy gives up.
 
-    `save_ended` may be called in any thread, the other methods in the training thread.
+    `save_ended` and `copied` may be called in any thread, the other methods in the training thread.
 
     Args:
         root: Absolute path of the root.
@@ -161,7 +168,7 @@ class RootRetention:
         exporting: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._root_lock, self._exporting = lock, exporting
-        self._restored: SaveId | None = None
+        self._restored: dict[str, SaveId] = {}  # by root: until a checkpoint of this run is committed there
         self._verified: set[SaveId] = set()
         self._is_verifying = False
 
@@ -204,6 +211,7 @@ class RootRetention:
                 self._root,
             )
         with self._lock:
+            save.restored = None if self._mirror is None else self._restored.get(self._mirror)
             self._busy.setdefault(save.name, set()).add(save)
 
     def save_ended(self, save: DirectoryHold, *, is_committed: bool) -> None:
@@ -211,11 +219,20 @@ class RootRetention:
         with self._lock:
             if is_committed:
                 self._broken.discard(os.path.join(self._root, save.name))
-                self._restored = None  # from now on it is in the metadata of the newest checkpoint
+                self._restored.pop(self._root, None)  # from now on it is in the metadata of the newest checkpoint
             holds = self._busy.get(save.name, set())
             holds.discard(save)
             if not holds:
                 self._busy.pop(save.name, None)
+        self.request_prune()
+
+    def copied(self, save: DirectoryHold) -> None:
+        """Record that the copy of a save is committed in its mirror."""
+        if self._mirror is not None and save.mirror == os.path.join(self._mirror, save.name):
+            with self._lock:
+                self._broken.discard(save.mirror)
+                if self._restored.get(self._mirror) == save.restored:  # else it is older than what was restored since
+                    self._restored.pop(self._mirror, None)
         self.request_prune()
 
     @property
@@ -239,7 +256,7 @@ class RootRetention:
         if self._mirror is None or self._mirror_store is None or not self._has_root():
             return
         with self._lock:
-            broken, restored = self._broken_in(self._mirror), self._restored
+            broken, restored = self._broken_in(self._mirror), self._restored.get(self._mirror)
         # IMPORTANT: what is still being copied there has not changed for a long time if the mirror was away.
         copying = {one.name for one in self._survey().stored if one.is_unmirrored}
         prune(
@@ -260,7 +277,7 @@ class RootRetention:
         if not self._has_root():
             return
         with self._lock:
-            broken, restored = self._broken_in(self._root), self._restored
+            broken, restored = self._broken_in(self._root), self._restored.get(self._root)
         # A later export is of a save that is busy now, or of the newest checkpoint.
         exporting: dict[str, set[DirectoryHold]] = {name: set() for name in self._exporting()}
         prune(
@@ -401,7 +418,8 @@ class RootRetention:
         Removes none: a manager that only restores has no lock.
         """
         with self._lock:
-            self._restored = SaveId.parse(found.save_id)
+            places = [self._root] if self._mirror is None else [self._root, self._mirror]
+            self._restored = dict.fromkeys(places, SaveId.parse(found.save_id))
             self._broken |= {one.path for one in found.skipped}
         if found.path in self._abandoned and found.skipped:
             _log.warning(
