@@ -111,7 +111,7 @@ def survey(
             step=manifest.step,
             save_id=manifest.save_id,
             score=_score_of(manifest, score),
-            is_abandoned=newest is not None and not is_ancestor(manifest.save_id, newest.save_id, ancestry),
+            is_abandoned=newest is not None and not _is_ancestor(manifest, newest, ancestry),
             is_sound=name not in broken,
             nbytes=manifest.nbytes,
             is_unmirrored=_is_unmirrored(os.path.join(root, name), manifest, store),
@@ -140,8 +140,12 @@ def abandoned_in(surveys: Mapping[str, Survey]) -> frozenset[str]:
         os.path.join(root, stored.name)
         for root, one in surveys.items()
         for stored in one.stored
-        if newest is not None and not is_ancestor(stored.save_id, newest.save_id, ancestry)
+        if newest is not None and not _is_ancestor(one.manifests[stored.name], newest, ancestry)
     )
+
+
+def _is_ancestor(one: Manifest, newest: Manifest, ancestry: Sequence[SaveId] | None) -> bool:
+    return is_ancestor(one.save_id, ancestry_in(one.metadata), newest.save_id, ancestry)
 
 
 def _is_unmirrored(path: str, manifest: Manifest, store: Store) -> bool:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -199,6 +199,7 @@ class CheckpointManager:
         self._names = StepNames(self.root, step_format)
         self._quarantine = quarantine
         self._ancestry: tuple[SaveId, ...] = ()
+        self._restores: Counter[SaveId] = Counter()
         self._last_step: int | None = None
         self._has_looked = self._closed = False
         policy = RetentionPolicy(
@@ -355,7 +356,9 @@ class CheckpointManager:
         self._retention.restored(found)
         self._last_state.record_state(state, found.step)
         self._last_handle = None
-        self._ancestry = extended_ancestry(SaveId.parse(found.save_id), found.metadata)
+        save_id = SaveId.parse(found.save_id)
+        self._restores[save_id] += 1
+        self._ancestry = extended_ancestry(save_id, found.metadata, self._restores[save_id])
         self._last_step = found.step
         return found
 
