@@ -167,6 +167,7 @@ def prune(
     score: Score | None = None,
     broken: Collection[str] = (),
     busy: Collection[str] = (),
+    pinned: Collection[str] = (),
     dead_after_s: float = 86400.0,
     delete: bool = True,
     restored: SaveId | None = None,
@@ -198,6 +199,7 @@ def prune(
         package: asyncckpt's version.
         score, broken: As for `survey`.
         busy: Names of directories to which a save is in progress: they stay. Asked right before each removal.
+        pinned: Names of directories that count as pinned, besides those that have a pin in the root.
         dead_after_s: Seconds, longer than any save lives: a worker gives a save up after `commit_timeout_s`.
         delete: False: remove nothing, and return what would be removed.
         restored: ID of the save that this run has restored from, until the run has committed one of its own.
@@ -211,7 +213,7 @@ def prune(
 
     Blocks: for removals, and for checkpoints that are read back; for locks, `gc.LOCK_TIMEOUT_S` for each directory.
     """
-    found, pinned = survey(root, store, score=score, broken=broken), pinned_in(root, store)
+    found, pinned = survey(root, store, score=score, broken=broken), {*pinned, *pinned_in(root, store)}
     newest = newest_of(found.stored)
     if newest is None:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, finder
 from asyncckpt.storage.catalog import Candidate
 from asyncckpt.storage.locate import store_at
+from asyncckpt.storage.store import Store
 
 POLL_S = 0.2
 """Seconds between checks of a waiting save whether preemption has begun. Chosen."""
@@ -169,7 +171,7 @@ class RootRetention:
     ) -> None:
         self._root_lock, self._exporting = lock, exporting
         self._restored: dict[str, SaveId] = {}  # by root: until a checkpoint of this run is committed there
-        self._verified: set[SaveId] = set()
+        self._verified: set[tuple[str, SaveId]] = set()
         self._is_verifying = False
 
         self._dead_after_s = dead_after_s
@@ -267,8 +269,10 @@ class RootRetention:
             score=self._best_fn,
             broken=broken,
             restored=restored,
-            busy=copying | self.busy | set(pinned_in(self._root, self._store)),
+            busy=copying | self.busy,
+            pinned=pinned_in(self._root, self._store),
             dead_after_s=self._dead_after_s,
+            verifies=functools.partial(self._is_read_back, self._mirror, self._mirror_store),
             is_ours=self._is_ours,
             is_mirror=True,
         )
@@ -309,14 +313,19 @@ class RootRetention:
         return self._is_ours()
 
     def _verifies(self, one: StoredCheckpoint) -> bool:
-        if one.save_id not in self._verified:
-            self._is_verifying = True
-            try:
-                if not is_read_back(os.path.join(self._root, one.name), one.save_id, self._store):
-                    return False
-            finally:
-                self._is_verifying = False
-            self._verified.add(one.save_id)
+        self._is_verifying = True
+        try:
+            return self._is_read_back(self._root, self._store, one)
+        finally:
+            self._is_verifying = False
+
+    def _is_read_back(self, root: str, store: Store, one: StoredCheckpoint) -> bool:
+        """Return whether a checkpoint can be read back. If it could be once, it is not read again."""
+        path = os.path.join(root, one.name)
+        if (path, one.save_id) not in self._verified:
+            if not is_read_back(path, one.save_id, store):
+                return False
+            self._verified.add((path, one.save_id))
         return True
 
     def wait(self, timeout_s: float | None) -> None:
