@@ -63,6 +63,8 @@ def normalized_url(url: str) -> str:
         raise UnsupportedPathError(
             f"path {url!r} has an empty part, '.', '..' or a control character in its key", path=url
         )
+    if scheme == "az" and "\\" in key:
+        raise UnsupportedPathError(f"path {url!r} has a backslash in its key, which Azure takes for a slash", path=url)
     if len(key.encode()) > MAX_URL_BYTES:
         raise UnsupportedPathError(f"the key is longer than {MAX_URL_BYTES} bytes: {url[:80]}...", path=url)
     return f"{scheme}://{bucket}/{key}".rstrip("/")

@@ -44,8 +44,8 @@ _NO_FLUSH = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCK_ADVICE = (
     "save to a new path each time, with layout='safetensors'; on NFS use version 4, or mount with local_lock=none"
 )
-PROBE_FILE_NAME = re.compile(r"direct|small|lock|case|clock|commit\.[0-9a-f]{12}-[12]")
-"""Names of the files in the probe directory."""
+PROBE_FILE_NAME = re.compile(r"direct|small|lock|case|clock|commit\.[0-9a-f]{12}-[12]|probe|part")
+"""Names of the files in the probe directory; the last two: of the objects of `bucket`."""
 
 PROBE_DIR_NAME = re.compile(r"\.asyncckpt-doctor-[0-9a-f]{12}")
 PROBES = TemporaryKind(

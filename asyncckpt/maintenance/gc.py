@@ -123,6 +123,21 @@ def garbage_at(path: str, store: Store, rules: GarbageRules, *, is_locked: bool 
     Raises:
         OSError: The directory cannot be read.
     """
+    found = _garbage_at(path, store, rules, is_locked=is_locked)
+    if found is None or found.kept or _goes_without_lock(found) or _has_locks(path, store):
+        return found
+    return replace(found, kept="this storage has no locks, and it is only removed under one")
+
+
+def _has_locks(path: str, store: Store) -> bool:
+    try:
+        store.lock(path, 0.0)  # is taken when the block begins
+    except UnsupportedByStoreError:
+        return False
+    return True
+
+
+def _garbage_at(path: str, store: Store, rules: GarbageRules, *, is_locked: bool) -> Garbage | None:
     found = {entry.name: entry for entry in store.entries(path)}
     regular = {name: one for name, one in found.items() if one.is_object}  # neither links nor directories
     if is_locked:
@@ -295,14 +310,12 @@ def collect(path: str, store: Store, rules: GarbageRules, *, package: str) -> Co
         if garbage.kind == BROKEN:
             _remove_broken(garbage, store, removed)
             return CollectionResult(garbage=garbage, removed=tuple(removed))
-        with exclusively(store, path, LOCK_TIMEOUT_S) as is_locked:
+        with exclusively(store, path, LOCK_TIMEOUT_S):
             now = garbage_at(path, store, rules, is_locked=True)
             if now is not None and not now.kept and _has_grown(garbage, now):
                 now = replace(now, kept="a file was added meanwhile: it may be in progress")
             if now is not None and now.kept:
                 return CollectionResult(garbage=now)
-            if now is not None and not is_locked and not _goes_without_lock(now):
-                raise UnsupportedByStoreError("locks", path)
             if now is not None:
                 _remove_locked(now, store, removed, package=package)
         if garbage.kind == LOCK and LOCK_NAME in garbage.names:
@@ -318,8 +331,9 @@ def collect(path: str, store: Store, rules: GarbageRules, *, package: str) -> Co
 
 
 def _goes_without_lock(garbage: Garbage) -> bool:
-    """Whether the garbage cannot be published any more: a tombstone is put first, or a later save is committed."""
-    if garbage.kind == ATTEMPT:
+    """Whether the garbage cannot be published any more: a tombstone is put first, or a later save is committed; or it
+    was quarantined."""
+    if garbage.kind in (ATTEMPT, BROKEN):
         return True
     return garbage.kind == LEFTOVERS and not _may_be_published(garbage.kind, garbage.save_ids, garbage.existing)
 
@@ -482,9 +496,10 @@ def remove_temporary(garbage: Garbage, store: Store) -> list[str]:
     Raises:
         OSError: A file cannot be removed; or others were put into the directory since, which stay.
     """
-    if store.stat(garbage.path).kind != PREFIX:
-        store.remove(garbage.path)
-        return [os.path.basename(garbage.path)]
+    with contextlib.suppress(FileNotFoundError):  # object stores have no directories
+        if store.stat(garbage.path).kind != PREFIX:
+            store.remove(garbage.path)
+            return [os.path.basename(garbage.path)]
     for name in garbage.names:
         store.remove(os.path.join(garbage.path, name))
     store.remove_prefix(garbage.path)

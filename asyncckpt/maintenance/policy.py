@@ -194,21 +194,40 @@ def _from_json(value: Any) -> Any:
     return [_from_json(one) for one in value] if isinstance(value, list) else value
 
 
-def extended_ancestry(save_id: SaveId, metadata: Mapping[str, Any]) -> tuple[SaveId, ...]:
-    """Return the ancestry of a run that has restored from a checkpoint."""
-    return (save_id, *(ancestry_in(metadata) or ()))[:MAX_ANCESTRY]
+def extended_ancestry(save_id: SaveId, metadata: Mapping[str, Any], times: int = 1) -> tuple[SaveId, ...]:
+    """Return the ancestry of a run that has restored from a checkpoint.
+
+    Args:
+        save_id: ID of the checkpoint's save.
+        metadata: Its metadata.
+        times: How often the run has restored from it. It is named as often, so that what the run has saved after an
+            earlier time has another ancestry.
+    """
+    return (*[save_id] * times, *(ancestry_in(metadata) or ()))[:MAX_ANCESTRY]
 
 
-def is_ancestor(save_id: SaveId, newest: SaveId, ancestry: Sequence[SaveId] | None) -> bool:
+def is_ancestor(
+    save_id: SaveId, own: Sequence[SaveId] | None, newest: SaveId, ancestry: Sequence[SaveId] | None
+) -> bool:
     """Return whether a checkpoint is on the branch of the newest one.
+
+    It is if it was saved before what the newest one's run, or an earlier one, has restored from, by the same run, and
+    after the restore before that, if there was one in that run: then both have the same ancestry.
 
     Args:
         save_id: Save id of the checkpoint.
+        own: Ancestry in its metadata; None: it has none, and all that its run has saved counts.
         newest: Save id of the newest checkpoint.
         ancestry: Ancestry in the newest one's metadata; None: it has none, and all older ones count as ancestors.
     """
-    if ancestry is None or save_id.run_id == newest.run_id:
+    if ancestry is None:
         return True
-    if len(ancestry) >= MAX_ANCESTRY and save_id < ancestry[-1]:
+    is_cut = len(ancestry) >= MAX_ANCESTRY
+    if is_cut and save_id < ancestry[-1]:
         return True  # older than all that the newest one remembers
-    return any(one.run_id == save_id.run_id and save_id <= one for one in ancestry)
+    for n, last in enumerate((newest, *ancestry)):
+        if last.run_id == save_id.run_id and (n == 0 or save_id <= last):
+            before = tuple(ancestry[n:])
+            if own is None or before == tuple(own[: len(before)] if is_cut else own):
+                return True
+    return False

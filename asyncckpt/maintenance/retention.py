@@ -111,7 +111,7 @@ def survey(
             step=manifest.step,
             save_id=manifest.save_id,
             score=_score_of(manifest, score),
-            is_abandoned=newest is not None and not is_ancestor(manifest.save_id, newest.save_id, ancestry),
+            is_abandoned=newest is not None and not _is_ancestor(manifest, newest, ancestry),
             is_sound=name not in broken,
             nbytes=manifest.nbytes,
             is_unmirrored=_is_unmirrored(os.path.join(root, name), manifest, store),
@@ -140,8 +140,12 @@ def abandoned_in(surveys: Mapping[str, Survey]) -> frozenset[str]:
         os.path.join(root, stored.name)
         for root, one in surveys.items()
         for stored in one.stored
-        if newest is not None and not is_ancestor(stored.save_id, newest.save_id, ancestry)
+        if newest is not None and not _is_ancestor(one.manifests[stored.name], newest, ancestry)
     )
+
+
+def _is_ancestor(one: Manifest, newest: Manifest, ancestry: Sequence[SaveId] | None) -> bool:
+    return is_ancestor(one.save_id, ancestry_in(one.metadata), newest.save_id, ancestry)
 
 
 def _is_unmirrored(path: str, manifest: Manifest, store: Store) -> bool:
@@ -163,6 +167,7 @@ def prune(
     score: Score | None = None,
     broken: Collection[str] = (),
     busy: Collection[str] = (),
+    pinned: Collection[str] = (),
     dead_after_s: float = 86400.0,
     delete: bool = True,
     restored: SaveId | None = None,
@@ -194,6 +199,7 @@ def prune(
         package: asyncckpt's version.
         score, broken: As for `survey`.
         busy: Names of directories to which a save is in progress: they stay. Asked right before each removal.
+        pinned: Names of directories that count as pinned, besides those that have a pin in the root.
         dead_after_s: Seconds, longer than any save lives: a worker gives a save up after `commit_timeout_s`.
         delete: False: remove nothing, and return what would be removed.
         restored: ID of the save that this run has restored from, until the run has committed one of its own.
@@ -207,7 +213,7 @@ def prune(
 
     Blocks: for removals, and for checkpoints that are read back; for locks, `gc.LOCK_TIMEOUT_S` for each directory.
     """
-    found, pinned = survey(root, store, score=score, broken=broken), pinned_in(root, store)
+    found, pinned = survey(root, store, score=score, broken=broken), {*pinned, *pinned_in(root, store)}
     newest = newest_of(found.stored)
     if newest is None:
         return []

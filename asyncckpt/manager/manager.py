@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -199,6 +199,7 @@ class CheckpointManager:
         self._names = StepNames(self.root, step_format)
         self._quarantine = quarantine
         self._ancestry: tuple[SaveId, ...] = ()
+        self._restores: Counter[SaveId] = Counter()
         self._last_step: int | None = None
         self._has_looked = self._closed = False
         policy = RetentionPolicy(
@@ -355,7 +356,9 @@ class CheckpointManager:
         self._retention.restored(found)
         self._last_state.record_state(state, found.step)
         self._last_handle = None
-        self._ancestry = extended_ancestry(SaveId.parse(found.save_id), found.metadata)
+        save_id = SaveId.parse(found.save_id)
+        self._restores[save_id] += 1
+        self._ancestry = extended_ancestry(save_id, found.metadata, self._restores[save_id])
         self._last_step = found.step
         return found
 
@@ -476,7 +479,7 @@ class CheckpointManager:
         if self._exports is not None:
             self._exports.prepare(state, is_due=self._exports.is_due(step, self._last_step))
         max_wait_s = config.slot_timeout_s if config.on_busy == "wait" else 0.0
-        hold, handle = DirectoryHold(self._names.name(step)), None
+        hold, handle = DirectoryHold(self._names.name(step), kw.get("mirror")), None
         try:  # IMPORTANT: an interrupt may come between any two lines, and the directory must not stay busy for ever
             self._retention.save_begins(hold, max_wait_s, lambda: self._preemption.grace_left_s is not None)
             began = time.monotonic()
@@ -509,7 +512,9 @@ class CheckpointManager:
             return self._retention.save_ended(hold, is_committed=is_committed)
         retention = self._retention
         if handle.mirrored is not None and is_committed:
-            handle.mirrored.add_done_callback(lambda done: retention.request_prune())
+            handle.mirrored.add_done_callback(
+                lambda done: retention.copied(hold) if _has_succeeded(done) else retention.request_prune()
+            )
         return handle.written.add_done_callback(
             lambda done: retention.save_ended(hold, is_committed=_has_succeeded(done))
         )

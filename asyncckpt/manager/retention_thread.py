@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, finder
 from asyncckpt.storage.catalog import Candidate
 from asyncckpt.storage.locate import store_at
+from asyncckpt.storage.store import Store
 
 POLL_S = 0.2
 """Seconds between checks of a waiting save whether preemption has begun. Chosen."""
@@ -124,16 +126,23 @@ MIRROR_CLOSE_S = 5.0
 
 
 class DirectoryHold:
-    """Keeps retention from removing the directory `name` while a save to it is in progress. Compared by identity."""
+    """Keeps retention from removing the directory `name` while a save to it is in progress. Compared by identity.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Attributes:
+        name: The directory's name.
+        mirror: Path or URL that the checkpoint is copied to; None: it is not.
+        restored: What the run had restored from when the save began, if the mirror had nothing of the run since.
+    """
+
+    def __init__(self, name: str, mirror: str | None = None) -> None:
+        self.name, self.mirror = name, mirror
+        self.restored: SaveId | None = None
 
 
 class RootRetention:
     """The checkpoints in a root: lists them, and on rank 0 removes those that the retention policy gives up.
 
-    `save_ended` may be called in any thread, the other methods in the training thread.
+    `save_ended` and `copied` may be called in any thread, the other methods in the training thread.
 
     Args:
         root: Absolute path of the root.
@@ -161,8 +170,8 @@ class RootRetention:
         exporting: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._root_lock, self._exporting = lock, exporting
-        self._restored: SaveId | None = None
-        self._verified: set[SaveId] = set()
+        self._restored: dict[str, SaveId] = {}  # by root: until a checkpoint of this run is committed there
+        self._verified: set[tuple[str, SaveId]] = set()
         self._is_verifying = False
 
         self._dead_after_s = dead_after_s
@@ -204,6 +213,7 @@ class RootRetention:
                 self._root,
             )
         with self._lock:
+            save.restored = None if self._mirror is None else self._restored.get(self._mirror)
             self._busy.setdefault(save.name, set()).add(save)
 
     def save_ended(self, save: DirectoryHold, *, is_committed: bool) -> None:
@@ -211,11 +221,20 @@ class RootRetention:
         with self._lock:
             if is_committed:
                 self._broken.discard(os.path.join(self._root, save.name))
-                self._restored = None  # from now on it is in the metadata of the newest checkpoint
+                self._restored.pop(self._root, None)  # from now on it is in the metadata of the newest checkpoint
             holds = self._busy.get(save.name, set())
             holds.discard(save)
             if not holds:
                 self._busy.pop(save.name, None)
+        self.request_prune()
+
+    def copied(self, save: DirectoryHold) -> None:
+        """Record that the copy of a save is committed in its mirror."""
+        if self._mirror is not None and save.mirror == os.path.join(self._mirror, save.name):
+            with self._lock:
+                self._broken.discard(save.mirror)
+                if self._restored.get(self._mirror) == save.restored:  # else it is older than what was restored since
+                    self._restored.pop(self._mirror, None)
         self.request_prune()
 
     @property
@@ -239,7 +258,7 @@ class RootRetention:
         if self._mirror is None or self._mirror_store is None or not self._has_root():
             return
         with self._lock:
-            broken, restored = self._broken_in(self._mirror), self._restored
+            broken, restored = self._broken_in(self._mirror), self._restored.get(self._mirror)
         # IMPORTANT: what is still being copied there has not changed for a long time if the mirror was away.
         copying = {one.name for one in self._survey().stored if one.is_unmirrored}
         prune(
@@ -250,8 +269,10 @@ class RootRetention:
             score=self._best_fn,
             broken=broken,
             restored=restored,
-            busy=copying | self.busy | set(pinned_in(self._root, self._store)),
+            busy=copying | self.busy,
+            pinned=pinned_in(self._root, self._store),
             dead_after_s=self._dead_after_s,
+            verifies=functools.partial(self._is_read_back, self._mirror, self._mirror_store),
             is_ours=self._is_ours,
             is_mirror=True,
         )
@@ -260,7 +281,7 @@ class RootRetention:
         if not self._has_root():
             return
         with self._lock:
-            broken, restored = self._broken_in(self._root), self._restored
+            broken, restored = self._broken_in(self._root), self._restored.get(self._root)
         # A later export is of a save that is busy now, or of the newest checkpoint.
         exporting: dict[str, set[DirectoryHold]] = {name: set() for name in self._exporting()}
         prune(
@@ -292,14 +313,19 @@ class RootRetention:
         return self._is_ours()
 
     def _verifies(self, one: StoredCheckpoint) -> bool:
-        if one.save_id not in self._verified:
-            self._is_verifying = True
-            try:
-                if not is_read_back(os.path.join(self._root, one.name), one.save_id, self._store):
-                    return False
-            finally:
-                self._is_verifying = False
-            self._verified.add(one.save_id)
+        self._is_verifying = True
+        try:
+            return self._is_read_back(self._root, self._store, one)
+        finally:
+            self._is_verifying = False
+
+    def _is_read_back(self, root: str, store: Store, one: StoredCheckpoint) -> bool:
+        """Return whether a checkpoint can be read back. If it could be once, it is not read again."""
+        path = os.path.join(root, one.name)
+        if (path, one.save_id) not in self._verified:
+            if not is_read_back(path, one.save_id, store):
+                return False
+            self._verified.add((path, one.save_id))
         return True
 
     def wait(self, timeout_s: float | None) -> None:
@@ -401,7 +427,8 @@ class RootRetention:
         Removes none: a manager that only restores has no lock.
         """
         with self._lock:
-            self._restored = SaveId.parse(found.save_id)
+            places = [self._root] if self._mirror is None else [self._root, self._mirror]
+            self._restored = dict.fromkeys(places, SaveId.parse(found.save_id))
             self._broken |= {one.path for one in found.skipped}
         if found.path in self._abandoned and found.skipped:
             _log.warning(

@@ -250,6 +250,19 @@ def test_after_a_rollback_the_new_branch_is_newest_and_the_old_future_goes_first
         assert managed.all_steps() == [1, 2, 6, 7], "what is broken and what was abandoned has gone first"
 
 
+def test_a_rollback_without_a_restart_abandons_what_the_same_manager_has_saved_since(manager: Managers) -> None:
+    with manager(max_to_keep=4) as managed:
+        save(managed, 1, 2, 3, 4)
+        for step, left in ((5, [1, 2, 4, 5]), (6, [1, 2, 5, 6])):
+            assert loaded(managed, 2) == 2
+            save(managed, step)
+            assert managed.all_steps() == left, "what was abandoned last goes last"
+        for file in shard_paths(os.path.join(managed.root, "step-00000006")):
+            os.unlink(file)
+        found = managed.restore({"w": torch.zeros(300), "step": -1}, source="disk")
+        assert found is not None and found.step == 2, "not step 5, which was given up"
+
+
 def test_a_step_saved_again_takes_the_old_one_s_place(manager: Managers) -> None:
     with manager() as managed:
         save(managed, 1, 2)

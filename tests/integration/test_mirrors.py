@@ -298,6 +298,50 @@ def test_a_manager_keeps_what_is_not_mirrored_and_removes_it_afterwards(
         assert found is not None and found.step == 3
 
 
+def steps_in(root: pathlib.Path) -> list[int]:
+    """Return the steps of a manager's checkpoints in `root`, which may be removed meanwhile."""
+    return sorted(int(name[5:]) for name in names(root) if name.startswith("step-"))
+
+
+def test_in_the_mirror_what_a_run_has_restored_from_stays_until_a_checkpoint_of_the_run_is_there(
+    worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    mirror = tmp_path / "mirror"
+    options: dict[str, Any] = {"mirror": mirror, "endpoint": worker.endpoint}
+    with CheckpointManager(tmp_path / "runs", **options) as manager:
+        for step in range(1, 5):
+            manager.save(step, STATE).mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
+    (mirror / "step-00000005").write_text("no copy can be made")
+    with CheckpointManager(tmp_path / "new disk", mirror_max_to_keep=2, **options) as manager:
+        assert manager.restore(step=1, source="disk") is not None
+        copied = manager.save(5, STATE)
+        assert copied is not None
+        copied.written.result(DEADLINE_S)
+        wait_until(lambda: steps_in(mirror) in ([1, 3, 4, 5], [3, 4, 5]), "older ones were removed")
+        assert (mirror / "step-00000001" / "manifest.json").exists()
+        (mirror / "step-00000005").unlink()
+        assert copied.mirrored is not None
+        copied.mirrored.result(DEADLINE_S)
+        manager.save(6, STATE).mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
+        wait_until(lambda: steps_in(mirror) == [5, 6], "the abandoned branch and its origin were removed")
+
+
+def test_a_damaged_copy_that_was_replaced_counts_as_sound(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    mirror = tmp_path / "mirror"
+    options: dict[str, Any] = {"mirror": mirror, "endpoint": worker.endpoint}
+    with CheckpointManager(tmp_path / "runs", **options) as manager:
+        for step in range(1, 4):
+            manager.save(step, STATE).mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
+    next((mirror / "step-00000003").glob("*.objects.json")).write_bytes(b"damaged")
+    with CheckpointManager(tmp_path / "new disk", mirror_max_to_keep=2, **options) as manager:
+        found = manager.restore(source="disk")
+        assert found is not None and found.step == 2 and found.skipped[0].path == str(mirror / "step-00000003")
+        for step in (3, 4):
+            manager.save(step, STATE).mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
+        wait_until(lambda: len(steps_in(mirror)) == 2, "older ones were removed")
+        assert steps_in(mirror) == [3, 4]
+
+
 def test_a_bound_on_what_waits_for_the_mirror_is_kept(worker: RealWorker, tmp_path: pathlib.Path) -> None:
     mirror = tmp_path / "mirror"
     mirror.write_text("away")

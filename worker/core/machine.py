@@ -310,10 +310,14 @@ class Core:
         times += [save.next_deadline_at for save in self.tables.saves.values() if save.outcome is None]
         return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
 
-    def report(self) -> dict[str, Any]:
-        """Return the core's part of the status report."""
+    def report(self, *, has_all_mirrors: bool = False) -> dict[str, Any]:
+        """Return the core's part of the status report; `has_all_mirrors`: as `has_all` of `MirrorRegistry.rows`."""
         found = {"followers": self._leader.report()[:MAX_ROWS], "followed": self._follower.report()}
-        return {**found, **report(self.tables, self._config.instance), "mirrors": self._mirrors.rows()}
+        return {
+            **found,
+            **report(self.tables, self._config.instance),
+            "mirrors": self._mirrors.rows(has_all=has_all_mirrors),
+        }
 
     def run_of_key(self, client_public: str) -> str | None:
         """Return the run whose followers authenticate with this key, or None."""

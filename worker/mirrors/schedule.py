@@ -290,10 +290,15 @@ class MirrorRegistry:
         found = [copy for copy in self._open.values() if copy.is_ours]
         return sorted(found, key=lambda copy: copy.save_id)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of the status report: copies that are not done, and the latest that have failed."""
+    def rows(self, *, has_all: bool = False) -> list[dict[str, Any]]:
+        """Return the rows of the status report: copies that are not done, and the latest that have failed.
+
+        Args:
+            has_all: Whether it has all copies that are not done. Those of a message are limited.
+        """
         failed = [copy for copy in self._ended.values() if copy.is_ours and copy.phase == FAILED]
-        return [self._row(copy) for copy in [*self.left_behind()[: MAX_ROWS // 2], *failed[-MAX_ROWS // 2 :]]]
+        n_behind = MAX_COPIES if has_all else MAX_ROWS // 2
+        return [self._row(copy) for copy in [*self.left_behind()[:n_behind], *failed[-MAX_ROWS // 2 :]]]
 
     def _row(self, copy: MirrorCopy) -> dict[str, Any]:
         return {

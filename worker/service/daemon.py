@@ -195,7 +195,11 @@ class Daemon:
 
     def _update_observers(self) -> None:
         drains = self.core.tables.draining
-        self._observers.update(time.monotonic(), time.time(), lambda: self._report(self.core.report()), drains=drains)
+
+        def report() -> dict[str, Any]:
+            return self._report(self.core.report(has_all_mirrors=True))
+
+        self._observers.update(time.monotonic(), time.time(), report, drains=drains)
 
     def _wait_s(self) -> float:
         # IMPORTANT: computed before events are handled, so that a deadline that passes meanwhile is not missed.

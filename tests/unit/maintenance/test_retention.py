@@ -10,6 +10,7 @@ import math
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,11 +168,42 @@ def test_whatever_there_is_what_must_stay_stays_and_the_number_holds(rng: random
 def test_after_a_rollback_the_old_future_is_no_ancestor() -> None:
     old, new = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
     base, newest = SaveId(1, 5, old), SaveId(2, 0, new)
-    for sequence, expected in ((4, True), (5, True), (6, False)):
-        assert policy.is_ancestor(SaveId(1, sequence, old), newest, (base,)) is expected
-    assert policy.is_ancestor(SaveId(2, 7, new), newest, (base,))
-    assert not policy.is_ancestor(SaveId(1, 0, "cccccccccccc"), newest, (base,)), "a run that nobody went on from"
-    assert policy.is_ancestor(SaveId(1, 6, old), newest, None), "whoever says nothing abandons nothing"
+    for own in ((), None):
+        for sequence, expected in ((4, True), (5, True), (6, False)):
+            assert policy.is_ancestor(SaveId(1, sequence, old), own, newest, (base,)) is expected
+        assert not policy.is_ancestor(SaveId(1, 0, "cccccccccccc"), own, newest, (base,)), "nobody went on from it"
+        assert policy.is_ancestor(SaveId(1, 6, old), own, newest, None), "whoever says nothing abandons nothing"
+    assert policy.is_ancestor(SaveId(2, 7, new), (base,), newest, (base,))
+
+
+@pytest.mark.parametrize("most", [policy.MAX_ANCESTRY, 5])
+def test_however_often_runs_go_back_also_without_a_restart_only_the_way_to_the_newest_is_its_branch(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(policy, "MAX_ANCESTRY", most)
+    for _ in range(max(30, SCHEDULES)):
+        saves: list[tuple[SaveId, tuple[SaveId, ...], int | None]] = []  # ID, ancestry, number of the one before
+        epoch, sequence, line, at, restores = 1, 0, (), None, Counter[int]()
+        for _ in range(30):
+            if saves and rng.random() < 0.4:
+                if rng.random() < 0.4:
+                    epoch, sequence = epoch + 1, 0
+                    restores.clear()
+                at = rng.randrange(len(saves))
+                restores[at] += 1
+                metadata = policy.manager_metadata(saves[at][1], None)
+                line = policy.extended_ancestry(saves[at][0], metadata, restores[at])
+                continue
+            saves.append((SaveId(epoch, sequence, f"{epoch:012x}"), line, at))
+            at, sequence = len(saves) - 1, sequence + 1
+        way, at = set(), len(saves) - 1
+        while at is not None:
+            way.add(at)
+            at = saves[at][2]
+        newest, ancestry, _ = saves[-1]
+        found = {n for n, (one, own, _) in enumerate(saves) if policy.is_ancestor(one, own, newest, ancestry)}
+        assert way <= found, "a checkpoint that the newest one goes back to is not abandoned"
+        assert found == way or len(ancestry) == most, "all others are, as far as the newest one remembers"
 
 
 def test_an_ancestry_survives_the_manifest_and_is_bounded() -> None:
@@ -181,8 +213,8 @@ def test_an_ancestry_survives_the_manifest_and_is_bounded() -> None:
         assert policy.ancestry_in(policy.manager_metadata(line, None)) == line
     assert len(line) == policy.MAX_ANCESTRY
     newest = SaveId(999, 0, RUN)
-    assert policy.is_ancestor(SaveId(2, 9, f"{2:012x}"), newest, line), "forgotten: taken for one"
-    assert not policy.is_ancestor(SaveId(300, 9, f"{300:012x}"), newest, line)
+    assert policy.is_ancestor(SaveId(2, 9, f"{2:012x}"), (), newest, line), "forgotten: taken for one"
+    assert not policy.is_ancestor(SaveId(300, 9, f"{300:012x}"), (), newest, line)
 
 
 @pytest.mark.parametrize("metadata", [{}, {"asyncckpt_manager": 3}, {"asyncckpt_manager": {"ancestry": "x"}}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import math
@@ -26,6 +27,7 @@ from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.errors import ConfigError, PlanTimeoutError, SaveFailedError
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId
+from asyncckpt.maintenance import retention
 from asyncckpt.maintenance.policy import RetentionPolicy, manager_metadata
 from asyncckpt.manager import retention_thread, save_policy, step_agreement
 from asyncckpt.manager.manager import CheckpointManager
@@ -174,6 +176,52 @@ def test_what_an_earlier_run_still_copies_to_the_mirror_is_not_given_up(tmp_path
         house.close(60.0)
         left = sorted(path.name for path in (mirror / "step-1").iterdir())
         assert left == (sorted(names) if dead_after_s > 600 else [MANIFEST_NAME]), "a tombstone"
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_what_stays_in_the_mirror_is_not_compared_with_what_came_later_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pinned: bool
+) -> None:
+    """To compare it, a whole checkpoint is read back, maybe from an object store."""
+    runs, mirror = tmp_path / "runs", tmp_path / "mirror"
+    reads: list[str] = []
+    with SyncCheckpointer(fsync=False) as before:
+        before.save({"n": 1}, mirror / "step-1", step=1, metadata=manager_metadata((), None))
+    origin = decode_manifest((mirror / "step-1" / MANIFEST_NAME).read_bytes()).save_id
+    with SyncCheckpointer(fsync=False) as after:
+        for step in (2, 3, 4):
+            after.save({"n": step}, mirror / f"step-{step}", step=step, metadata=manager_metadata((origin,), None))
+    shutil.copytree(mirror, runs)
+    house = RootRetention(
+        str(runs),
+        RetentionPolicy(),
+        None,
+        is_leader=True,
+        dead_after_s=1e9,
+        mirror=str(mirror),
+        mirror_policy=RetentionPolicy(max_to_keep=2),
+    )
+    if is_pinned:
+        house.pin(str(runs / "step-1"))
+
+    def refuse(path: str, *arguments: Any, **options: Any) -> bool:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    verify = retention.verify_checkpoint
+    monkeypatch.setattr(
+        retention,
+        "verify_checkpoint",
+        lambda path, *more, **options: reads.append(path) or verify(path, *more, **options),
+    )
+    monkeypatch.setattr(retention, "remove_checkpoint", refuse)
+    for _ in range(3):
+        house.request_prune()
+        assert house._mirror_thread.wait(60.0)
+    monkeypatch.undo()
+    assert len(reads) == (0 if is_pinned else 1)
+    house.request_prune()
+    house.close(60.0)
+    assert sorted(path.name for path in mirror.iterdir()) == [*["step-1"] * is_pinned, "step-3", "step-4"]
 
 
 class Interrupted:

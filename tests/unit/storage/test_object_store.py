@@ -688,6 +688,7 @@ def test_urls_of_object_stores_are_paths_of_checkpoints(given: str, expected: st
         "s3://bucket//a",
         "s3://bucket/a/../b",
         "s3://bucket/a\nb",
+        "az://bucket/a\\b",
         "s3://bucket/" + "x" * 901,
     ],
 )

@@ -9,16 +9,27 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from storage_samples import SAVE_ID, RecordingFiles, Snapshot, failing, manifest_of
 
+from asyncckpt.doctor.directory import PROBES
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotCommittedError, CommitUnknownError
 from asyncckpt.format.manifest import Manifest
-from asyncckpt.format.names import MANIFEST_NAME, SaveId, owner_of
-from asyncckpt.maintenance.gc import GarbageRules, collect, garbage_in, write_tombstone
+from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, owner_of
+from asyncckpt.maintenance.gc import (
+    LOCK,
+    TOMBSTONE,
+    GarbageRules,
+    collect,
+    garbage_in,
+    remove_temporary,
+    temporaries_in,
+    write_tombstone,
+)
 from asyncckpt.maintenance.pins import pin
 from asyncckpt.maintenance.policy import RetentionPolicy
 from asyncckpt.maintenance.quarantine import quarantine_checkpoint
@@ -426,10 +437,35 @@ def test_without_locks_only_what_can_never_be_committed_is_collected(memory: Mem
     done = collect("/store/s", memory, ALL_OLD, package="test")
     assert done is not None and done.error is None and done.garbage.save_ids == (early,)
     begun(memory, "/store/s", late, tmp_path, overwrite=True)  # it may be replacing the manifest just now
-    done = collect("/store/s", memory, ALL_OLD, package="test")
-    assert done is not None and isinstance(done.error, UnsupportedByStoreError) and done.removed == ()
+    (listed,), done = garbage_in("/store", memory, ALL_OLD), collect("/store/s", memory, ALL_OLD, package="test")
+    assert done is not None and done.garbage.kept == listed.kept != "" and done.removed == () and done.error is None
+    assert stands(memory, "/store/s") == standing and any(owner_of(name) == late for name in memory.names("/store/s"))
     remove_files_of("/store/s", late, store=memory)  # its own writer may
     assert stands(memory, "/store/s") == standing
+
+
+def test_without_locks_tombstones_and_lock_files_are_not_said_to_go(memory: MemoryStore, tmp_path: Path) -> None:
+    early, standing = ids(1, 2)
+    begun(memory, "/store/given-up", early, tmp_path)
+    collect("/store/given-up", memory, ALL_OLD, package="test")
+    saved(memory, "/store/s", standing, tmp_path)
+    memory.put(f"/store/s/{LOCK_NAME}", b"")  # of a copy of a directory, say
+    everything = replace(ALL_OLD, tombstones=True, locks=True)
+    listed = garbage_in("/store", memory, everything)
+    assert [(one.kind, "no locks" in one.kept) for one in listed] == [(TOMBSTONE, True), (LOCK, True)]
+    for one in listed:
+        done = collect(one.path, memory, everything, package="test")
+        assert done is not None and done.removed == () and done.error is None and "no locks" in done.garbage.kept
+
+
+def test_what_a_killed_doctor_has_left_is_removed_from_a_store(objects: ObjectStore) -> None:
+    scratch = f"{objects.root}/runs/.asyncckpt-doctor-{'0' * 12}"
+    for name in ("probe", "part"):
+        objects.put(f"{scratch}/{name}", b"")
+    (found,) = temporaries_in(f"{objects.root}/runs", objects, ALL_OLD, [PROBES])
+    assert not found.kept and sorted(remove_temporary(found, objects)) == ["part", "probe"]
+    with pytest.raises(FileNotFoundError):
+        objects.names(scratch)
 
 
 def test_retention_removes_what_the_policy_gives_up_behind_a_tombstone(memory: MemoryStore, tmp_path: Path) -> None:

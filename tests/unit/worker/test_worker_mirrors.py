@@ -370,5 +370,12 @@ def test_progress_is_shown_beside_what_is_known(bench: Bench) -> None:
     assert with_copied(rows, {})[0]["copied_nbytes"] is None
 
 
+def test_a_message_has_some_of_the_copies_that_wait_and_metrics_have_all(bench: Bench) -> None:
+    committed(bench)
+    scanned(bench, *(unmirrored(SaveId(0, number, "b" * 12)) for number in range(200)))
+    assert len(bench.core.report(has_all_mirrors=True)["mirrors"]) == 201
+    assert [row["save_id"] for row in bench.core.report()["mirrors"]] == [SaveId(0, n, "b" * 12) for n in range(50)]
+
+
 def test_a_peer_without_a_session_is_refused() -> None:
     assert code(asked(Bench())) == "unknown_save"
