@@ -318,6 +318,7 @@ class _Matcher:
         # By number of a target tensor: FQN, number of the saved tensor, and the module whose load hooks get it.
         self._made_new: dict[int, tuple[str, int, ModuleTarget]] = {}
         self._absent_tensors: list[TargetLeaf] = []
+        self._absent_mappings: list[TargetLeaf] = []  # empty ones, which the format may not be able to store
         self._objects_of_target: list[Any] = []  # by number
         self._kept_alive: list[Any] = []
         self._claimed: set[int] = set()  # IDs of empty containers that another leaf already fills
@@ -337,15 +338,25 @@ class _Matcher:
         for module in self._targets.modules:
             self._finish_module(module)
         self._resolve_ties()
-        if self._absent_paths:
-            found = [*self._filled_paths, *(new.path for new in self._matches.replaced), *self._empty_paths]
-            found += [mark.path for mark in self._matches.resharded]
-            found += [module.path for module in self._matches.undecided]  # `ModuleTarget.load` reports what they lack
-            self._report.absent_subtrees += absent_subtrees(
-                tree.states(), self._absent_paths, found, self._targets.is_module
-            )
+        if self._absent_paths or self._absent_mappings:
+            self._report_absent(tree)
         self._report.missing += self._selection.unused()
         return self._matches
+
+    def _report_absent(self, tree: _TargetTree) -> None:
+        """Report of which subtrees of the target nothing was saved, and which empty containers stay empty."""
+        found = [*self._filled_paths, *(new.path for new in self._matches.replaced), *self._empty_paths]
+        found += [mark.path for mark in self._matches.resharded]
+        found += [module.path for module in self._matches.undecided]  # `ModuleTarget.load` reports what they lack
+        mappings = [leaf.fqn for leaf in self._absent_mappings]
+        if found:
+            self._report.staying_empty += mappings
+        else:  # else the load would succeed and load nothing
+            self._report.missing += mappings
+            self._absent_paths += [leaf.path for leaf in self._absent_mappings]
+        self._report.absent_subtrees += absent_subtrees(
+            tree.states(), self._absent_paths, found, self._targets.is_module
+        )
 
     def _saved_name(self, fqn: str) -> str:
         return fqn if self._rename is None else self._rename(fqn)
@@ -609,7 +620,7 @@ class _Matcher:
         elif saved.is_other_ranks_only(saved_fqn):
             report.unavailable.append(fqn)
         elif node[0] in MAPPINGS and not saved.keeps_empty_containers:
-            report.staying_empty.append(fqn)
+            self._absent_mappings.append(leaf)
         else:
             report.missing.append(fqn)
             self._absent_paths.append(path)
