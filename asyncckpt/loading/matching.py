@@ -768,22 +768,23 @@ class _Matcher:
         """
         if found[0] != COMPOSITE or found[3] != node[3]:
             return leaf_mismatch(fqn, kind_of(found), kind_of(node), self._path)
-        if node[3] in TENSOR_KINDS:
-            return None
-        rest = rests[node[2]]
+        rest, is_subclass = rests[node[2]], node[3] not in TENSOR_KINDS
         names, own_names = (", ".join(map(str, one[1][::2])) for one in (found, node))
-        if names != own_names:
+        if is_subclass and names != own_names:
             return composite_mismatch(fqn, node[3], f"the components {names}", own_names, self._path)
         saved = rest_of(found, self._objects.value(*self._saved.object_at(found[2])), self._saved, self._path)
-        if saved["size"] != rest["size"]:
+        size, wanted = saved.get("size"), rest.get("size")
+        if size != wanted and type(size) is type(wanted) is list:  # jagged tensors have no size
             return ShapeMismatchError(
-                f"{self._path}: {fqn!r}, a {node[3]}, was saved with shape {saved['size']}, the target has "
-                f"{rest['size']}; nothing was changed",
+                f"{self._path}: {fqn!r}, a {node[3]}, was saved with shape {size}, the target has "
+                f"{wanted}; nothing was changed",
                 path=self._path,
                 fqn=fqn,
-                saved=saved["size"],
-                wanted=rest["size"],
+                saved=size,
+                wanted=wanted,
             )
+        if not is_subclass:
+            return None
         if not is_same_leaf(saved["context"], rest["context"]):
             was, own = (f"{one!r:.200}" for one in (saved["context"], rest["context"]))
             return composite_mismatch(fqn, node[3], f"the context {was}", own, self._path)
