@@ -41,7 +41,7 @@ from asyncckpt.format.state_tree import (
 )
 from asyncckpt.loading.fetch import Filler, bump_versions, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
-from asyncckpt.loading.matching import Matches, MatchReport, Replacement, ReshardedMark, match_target
+from asyncckpt.loading.matching import Matches, Replacement, ReshardedMark, match_target
 from asyncckpt.loading.module_targets import ModuleTarget
 from asyncckpt.loading.read_source import ReadSource, RetryState, check_source, read_from_source
 from asyncckpt.loading.saved_state import (
@@ -371,6 +371,7 @@ class _Load:
     ) -> None:
         self._contents, self._files, self._options, self._reader = source.contents, source.files, options, reader
         self._path, self._retry_state, self._touched = self._contents.path, retry_state, retry_state.touched
+        self._touched_before = frozenset(retry_state.touched)
         self._saved = SavedTree(self._contents, reader)
         self._objects = SavedObjects(self._contents, self._files, allow_pickle=options.allow_pickle)
         self._saved.restore_parameter_numbers(self._object_at)
@@ -452,7 +453,8 @@ class _Load:
         placements = [*matches.placements, *placements_of(fillings)]
         refuse_read_only(placements, lambda: placement_names(matches.placements, fillings), self._path)
         self._refuse_unequal(matches)
-        self._refuse_mix(report)
+        self._refuse_mix(report.missing)
+        self._touched.update(report.filled)
         present = [*report.filled, *(new.fqn for new in matches.replaced)]
         is_error = self._options.strict or selection.is_without_match or bool(report.absent_subtrees)
         self._report_missing(report.missing, selection, present, report.absent_subtrees, is_error=is_error)
@@ -501,6 +503,8 @@ class _Load:
             for new in replaced:
                 matches.targets.replace_at(new.path, values.build(new.node))
             missing += self._load_modules([module])
+            made = {f"{module.fqn}.{name}" for name in module.undecided}.difference(missing)
+            self._touched |= made.union(new.fqn for new in replaced)
             self._report_late(missing, "values of this module have changed, those of nothing behind it in the target")
         return missing
 
@@ -511,6 +515,7 @@ class _Load:
     def _report_late(self, missing: list[str], state: str) -> None:
         if not missing:
             return
+        self._refuse_mix(missing)
         if not self._options.strict:
             _logger.warning(
                 "%s: %d keys are missing after load_state_dict() of their modules, and keep their values: %s",
@@ -544,9 +549,9 @@ class _Load:
         self._filler.fill([], values.fillings)
         return values.build(tree), missing
 
-    def _refuse_mix(self, report: MatchReport) -> None:
+    def _refuse_mix(self, missing: Iterable[str]) -> None:
         """Raise unless this load refills all that an abandoned read has filled. Else the target would mix two saves."""
-        mixed = sorted(self._touched.intersection(report.missing))
+        mixed = sorted(self._touched_before.intersection(missing))
         if mixed:
             raise MissingKeysError(
                 f"{self._path} has no {mixed[0]!r}, which has been filled from another checkpoint (overwritten while "
@@ -554,7 +559,6 @@ class _Load:
                 path=self._path,
                 keys=mixed,
             )
-        self._touched.update(report.filled)
 
     def _refuse_unequal(self, matches: Matches) -> None:
         """Check that the values saved under two names of one container or object of the target are equal."""
