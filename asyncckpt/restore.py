@@ -98,8 +98,9 @@ def restore_latest(
     In an initialised process group it is a collective: all ranks load the same checkpoint, and skip one that is broken
     for any of them.
 
-    The target is filled while bytes are read. The checkpoint that is used fills again what broken ones have filled; it
-    is an error if it lacks a part of that, so that no value of another step is left. With `low_memory=False` the target
+    The target is filled while bytes are read. Containers that a broken checkpoint has filled are emptied again, and
+    lists that it has extended are shortened. The checkpoint that is used fills again all else that broken ones have
+    filled; it is an error if it lacks a part of that, so that no value of another step is left. With `low_memory=False` the target
     does not change before everything that this rank reads has been verified, which takes as much memory again.
 
     Args:

@@ -34,6 +34,7 @@ from asyncckpt.format.manifest import PLANNER_KEY, Manifest
 from asyncckpt.format.names import MANIFEST_NAME
 from asyncckpt.format.state_tree import (
     BYTES,
+    CONTAINERS,
     DICT,
     KEYED,
     LIST,
@@ -248,6 +249,11 @@ class CheckpointMetadata:
     def knows(self, fqn: str) -> bool:
         """Whether there is a leaf or a container with this FQN."""
         return fqn in self._values or self._tree.node_at(fqn) is not None
+
+    def is_container(self, fqn: str) -> bool:
+        """Whether there is a container, or a tensor saved as its components, with this FQN."""
+        found = self._tree.node_at(fqn)
+        return found is not None and found[1][0] in CONTAINERS
 
     def about(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
         """Return the metadata of a known FQN."""

@@ -396,7 +396,17 @@ class StorageReader(TorchStorageReader):
             if not isinstance(planner, DefaultLoadPlanner):
                 break
             if item.type is LoadItemType.BYTE_IO:
-                check_object_target(self.path, item, planner.state_dict.get(item.dest_index.fqn))
+                target, fqn = planner.state_dict.get(item.dest_index.fqn), item.storage_index.fqn
+                check_object_target(self.path, item, target)
+                if isinstance(target, torch.Tensor) and described.is_container(fqn):  # a dict would take its place
+                    raise LeafTypeMismatchError(
+                        f"{self.path}: {fqn!r} was saved as a container, the target has a tensor there; nothing was "
+                        "changed",
+                        path=self.path,
+                        fqn=fqn,
+                        saved="container",
+                        wanted="tensor",
+                    )
             else:
                 check_target(self.path, item, planner.lookup_tensor(item.dest_index))
         for item in plan.items:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from asyncckpt.format.state_tree import (
 )
 from asyncckpt.loading.fetch import Filler, bump_versions, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
-from asyncckpt.loading.matching import Matches, MatchReport, Replacement, ReshardedMark, match_target
+from asyncckpt.loading.matching import Matches, Replacement, ReshardedMark, match_target
 from asyncckpt.loading.module_targets import ModuleTarget
 from asyncckpt.loading.read_source import ReadSource, RetryState, check_source, read_from_source
 from asyncckpt.loading.saved_state import (
@@ -322,7 +323,8 @@ class DefaultReader(CheckpointReader):
 
             def use(found: ReadSource) -> tuple[Any, list[str]]:
                 retry_state.manifest = found.contents.manifest
-                one = _Load(found, wanted, reader, retry_state.touched, shared)
+                retry_state.shrink_containers()
+                one = _Load(found, wanted, reader, retry_state, shared)
                 return one.into_new() if state_dict is None else one.into_target(state_dict)
 
             # IMPORTANT: no retry in a broadcast. One rank reads for others, so all would have to start again together.
@@ -355,7 +357,7 @@ class _Load:
         source: The checkpoint.
         options: The options of the load, checked.
         reader: The rank that reads.
-        touched: FQNs of the target that may already hold values of a checkpoint; this load adds its own.
+        retry_state: What earlier reads into the target have changed; this load adds its own changes.
         shared: The load that ranks share, so that each tensor is read once; None: each rank reads for itself.
     """
 
@@ -364,11 +366,12 @@ class _Load:
         source: ReadSource,
         options: LoadOptions,
         reader: RankInfo,
-        touched: set[str],
+        retry_state: RetryState,
         shared: SharedReads | None,
     ) -> None:
         self._contents, self._files, self._options, self._reader = source.contents, source.files, options, reader
-        self._path, self._touched = self._contents.path, touched
+        self._path, self._retry_state, self._touched = self._contents.path, retry_state, retry_state.touched
+        self._touched_before = frozenset(retry_state.touched)
         self._saved = SavedTree(self._contents, reader)
         self._objects = SavedObjects(self._contents, self._files, allow_pickle=options.allow_pickle)
         self._saved.restore_parameter_numbers(self._object_at)
@@ -409,6 +412,7 @@ class _Load:
         self._filler.fill(matches.tensors, values.fillings, matches.placements)
         early = [filling for module in matches.undecided for filling in module.tensors]
         converted = converted_storages([*early, *matches.tensors]) if holders else {}
+        empty = self._record_growth(matches, [parts for _, parts in results])
         for new in replaced:
             if new.holder is None:
                 matches.targets.replace_at(new.path, values.build(new.node))
@@ -418,13 +422,27 @@ class _Load:
             self._touched.update(mark.names)
             _fill_by_result(matches.targets, parts)
         late = self._load_modules(modules)
-        self._touched |= {new.fqn for new in matches.replaced}
+        self._touched |= {new.fqn for new in matches.replaced if new.path not in empty}
         for new in holders:
             load_object_state(new.holder, values.build(new.node), new.fqn, self._path, converted)
         for fqn, holder, state in (one for _, parts in results for one in parts.holders):
             load_object_state(holder, state, fqn, self._path)
         self._report_late(late, "the rest of the target has been filled")
         return state_dict, [*matches.report.missing, *undecided, *late]
+
+    def _record_growth(self, matches: Matches, results: Iterable[ResultParts]) -> set[Path]:
+        """Record how to take back what containers of the target get; return the paths of parts that are empty now."""
+        targets, undo = matches.targets, self._retry_state.undo_growth
+        for new in matches.extended_lists:
+            members = targets.value_at(new.path)
+            undo.append(partial(_cut, members, len(members)))
+        replaced = [new.path for new in matches.replaced if new.holder is None]
+        emptiers = {
+            path: targets.emptier_of(path)
+            for path in [*replaced, *(path for one in results for path, _ in one.replaced)]
+        }
+        undo += filter(None, emptiers.values())
+        return {path for path, emptier in emptiers.items() if emptier is not None}
 
     def _check(self, matches: Matches, selection: Selection) -> None:
         """Raise if the load must fail, and log what it does that a user may not expect, such as conversions."""
@@ -435,7 +453,8 @@ class _Load:
         placements = [*matches.placements, *placements_of(fillings)]
         refuse_read_only(placements, lambda: placement_names(matches.placements, fillings), self._path)
         self._refuse_unequal(matches)
-        self._refuse_mix(report)
+        self._refuse_mix(report.missing)
+        self._touched.update(report.filled)
         present = [*report.filled, *(new.fqn for new in matches.replaced)]
         is_error = self._options.strict or selection.is_without_match or bool(report.absent_subtrees)
         self._report_missing(report.missing, selection, present, report.absent_subtrees, is_error=is_error)
@@ -484,6 +503,8 @@ class _Load:
             for new in replaced:
                 matches.targets.replace_at(new.path, values.build(new.node))
             missing += self._load_modules([module])
+            made = {f"{module.fqn}.{name}" for name in module.undecided}.difference(missing)
+            self._touched |= made.union(new.fqn for new in replaced)
             self._report_late(missing, "values of this module have changed, those of nothing behind it in the target")
         return missing
 
@@ -494,6 +515,7 @@ class _Load:
     def _report_late(self, missing: list[str], state: str) -> None:
         if not missing:
             return
+        self._refuse_mix(missing)
         if not self._options.strict:
             _logger.warning(
                 "%s: %d keys are missing after load_state_dict() of their modules, and keep their values: %s",
@@ -527,9 +549,9 @@ class _Load:
         self._filler.fill([], values.fillings)
         return values.build(tree), missing
 
-    def _refuse_mix(self, report: MatchReport) -> None:
+    def _refuse_mix(self, missing: Iterable[str]) -> None:
         """Raise unless this load refills all that an abandoned read has filled. Else the target would mix two saves."""
-        mixed = sorted(self._touched.intersection(report.missing))
+        mixed = sorted(self._touched_before.intersection(missing))
         if mixed:
             raise MissingKeysError(
                 f"{self._path} has no {mixed[0]!r}, which has been filled from another checkpoint (overwritten while "
@@ -537,7 +559,6 @@ class _Load:
                 path=self._path,
                 keys=mixed,
             )
-        self._touched.update(report.filled)
 
     def _refuse_unequal(self, matches: Matches) -> None:
         """Check that the values saved under two names of one container or object of the target are equal."""
@@ -707,6 +728,11 @@ def _fill_by_result(targets: Targets, parts: ResultParts) -> None:
             old.copy_(new)
     for path, value in parts.replaced:
         targets.replace_at(path, value)
+
+
+def _cut(members: Any, length: int) -> None:
+    while len(members) > length:
+        members.pop()
 
 
 def _below(replaced: Iterable[Replacement], module: ModuleTarget) -> list[Replacement]:

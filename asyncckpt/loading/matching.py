@@ -318,6 +318,7 @@ class _Matcher:
         # By number of a target tensor: FQN, number of the saved tensor, and the module whose load hooks get it.
         self._made_new: dict[int, tuple[str, int, ModuleTarget]] = {}
         self._absent_tensors: list[TargetLeaf] = []
+        self._absent_mappings: list[TargetLeaf] = []  # empty ones, which the format may not be able to store
         self._objects_of_target: list[Any] = []  # by number
         self._kept_alive: list[Any] = []
         self._claimed: set[int] = set()  # IDs of empty containers that another leaf already fills
@@ -337,15 +338,25 @@ class _Matcher:
         for module in self._targets.modules:
             self._finish_module(module)
         self._resolve_ties()
-        if self._absent_paths:
-            found = [*self._filled_paths, *(new.path for new in self._matches.replaced), *self._empty_paths]
-            found += [mark.path for mark in self._matches.resharded]
-            found += [module.path for module in self._matches.undecided]  # `ModuleTarget.load` reports what they lack
-            self._report.absent_subtrees += absent_subtrees(
-                tree.states(), self._absent_paths, found, self._targets.is_module
-            )
+        if self._absent_paths or self._absent_mappings:
+            self._report_absent(tree)
         self._report.missing += self._selection.unused()
         return self._matches
+
+    def _report_absent(self, tree: _TargetTree) -> None:
+        """Report of which subtrees of the target nothing was saved, and which empty containers stay empty."""
+        found = [*self._filled_paths, *(new.path for new in self._matches.replaced), *self._empty_paths]
+        found += [mark.path for mark in self._matches.resharded]
+        found += [module.path for module in self._matches.undecided]  # `ModuleTarget.load` reports what they lack
+        mappings = [leaf.fqn for leaf in self._absent_mappings]
+        if found:
+            self._report.staying_empty += mappings
+        else:  # else the load would succeed and load nothing
+            self._report.missing += mappings
+            self._absent_paths += [leaf.path for leaf in self._absent_mappings]
+        self._report.absent_subtrees += absent_subtrees(
+            tree.states(), self._absent_paths, found, self._targets.is_module
+        )
 
     def _saved_name(self, fqn: str) -> str:
         return fqn if self._rename is None else self._rename(fqn)
@@ -609,7 +620,7 @@ class _Matcher:
         elif saved.is_other_ranks_only(saved_fqn):
             report.unavailable.append(fqn)
         elif node[0] in MAPPINGS and not saved.keeps_empty_containers:
-            report.staying_empty.append(fqn)
+            self._absent_mappings.append(leaf)
         else:
             report.missing.append(fqn)
             self._absent_paths.append(path)
@@ -757,22 +768,23 @@ class _Matcher:
         """
         if found[0] != COMPOSITE or found[3] != node[3]:
             return leaf_mismatch(fqn, kind_of(found), kind_of(node), self._path)
-        if node[3] in TENSOR_KINDS:
-            return None
-        rest = rests[node[2]]
+        rest, is_subclass = rests[node[2]], node[3] not in TENSOR_KINDS
         names, own_names = (", ".join(map(str, one[1][::2])) for one in (found, node))
-        if names != own_names:
+        if is_subclass and names != own_names:
             return composite_mismatch(fqn, node[3], f"the components {names}", own_names, self._path)
         saved = rest_of(found, self._objects.value(*self._saved.object_at(found[2])), self._saved, self._path)
-        if saved["size"] != rest["size"]:
+        size, wanted = saved.get("size"), rest.get("size")
+        if size != wanted and type(size) is type(wanted) is list:  # jagged tensors have no size
             return ShapeMismatchError(
-                f"{self._path}: {fqn!r}, a {node[3]}, was saved with shape {saved['size']}, the target has "
-                f"{rest['size']}; nothing was changed",
+                f"{self._path}: {fqn!r}, a {node[3]}, was saved with shape {size}, the target has "
+                f"{wanted}; nothing was changed",
                 path=self._path,
                 fqn=fqn,
-                saved=saved["size"],
-                wanted=rest["size"],
+                saved=size,
+                wanted=wanted,
             )
+        if not is_subclass:
+            return None
         if not is_same_leaf(saved["context"], rest["context"]):
             was, own = (f"{one!r:.200}" for one in (saved["context"], rest["context"]))
             return composite_mismatch(fqn, node[3], f"the context {was}", own, self._path)

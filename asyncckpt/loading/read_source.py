@@ -79,10 +79,21 @@ class RetryState:
     Attributes:
         touched: FQNs of the target that have been filled, at least in part, by one of these reads.
         manifest: Manifest of the checkpoint that was read last.
+        undo_growth: Functions that give containers of the target the members of before these reads, the oldest first.
     """
 
     touched: set[str] = field(default_factory=set)
     manifest: Manifest | None = None
+    undo_growth: list[Callable[[], None]] = field(default_factory=list)
+
+    def shrink_containers(self) -> None:
+        """Give containers of the target the members of before these reads.
+
+        IMPORTANT: call it before the target is matched again. Otherwise members that an abandoned read has put into an
+        empty container are members of the target, and stay if the next checkpoint lacks them.
+        """
+        while self.undo_growth:
+            self.undo_growth.pop()()
 
 
 class NotInMemory(Exception):

@@ -86,7 +86,7 @@ class SavedTree:
         n_ranks = len(contents.ranks)
         self.reader_rank = reader.rank if reader.world_size == n_ranks else None
         self.is_single_rank = n_ranks == 1 and self.reader_rank == 0
-        self.keeps_empty_containers = contents.source is None
+        self.keeps_empty_containers = contents.source is None or contents.source.kind == "torch"
         self.tensors: list[SavedTensor] = list(contents.tensors.values())
         self._contents = contents
         self._first_objects: list[int] = []

@@ -25,6 +25,7 @@ import torch
 
 from asyncckpt.distributed.process_group import has_other_ranks
 from asyncckpt.format.state_tree import COMPOSITE, TENSOR, Node, Path, fqn_of, members, python_key, whole_leaves
+from asyncckpt.loading.container_matching import is_empty_object
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry, state_load_error, takes_strict
 from asyncckpt.loading.target_tensors import Reused, TargetTensor, shares_own_memory, storages_of, target_tensor
 from asyncckpt.per_rank import PerRank
@@ -110,6 +111,24 @@ class Targets:
         """Put `new` at a path; an empty dict or list there takes its members instead."""
         root, rest = self._located(path)
         _replace_at(root, rest, new, self._claimed_containers)
+
+    def emptier_of(self, path: Path) -> Callable[[], None] | None:
+        """Return a function that makes the value at a path empty again; None: it is not empty now.
+
+        None also in the state of a module, which is made anew for each load.
+        """
+        value, (root, rest) = self.value_at(path), self._located(path)
+        is_empty_mapping = isinstance(value, MutableMapping) and not value
+        if root is not self._root or not (is_empty_mapping or is_empty_object(value)):
+            return None
+        is_filled_in_place = is_empty_mapping or (value is not None and not value)
+
+        def empty_again() -> None:
+            if is_filled_in_place and not isinstance(value, tuple):
+                value.clear()
+            _replace_at(root, rest, value, {id(self.value_at(path))})
+
+        return empty_again
 
     def leave_as_is(self, container: Any) -> None:
         """Keep an empty container empty: if it has other names, it is replaced there instead of filled."""

@@ -22,6 +22,14 @@ from asyncckpt.config import RankInfo
 from asyncckpt.errors import PlanTimeoutError
 
 ROWS = 400
+GROWING = ("names", "note", "log", "pair")
+
+
+def grown(step: int) -> dict[str, Any]:
+    """Return containers that have more members at each step."""
+    names = {f"at {n}": step for n in range(0, step, 10)}
+    log = [{"loss": n} for n in range(step)]
+    return {"names": names, "note": names, "log": log, "pair": (names, log)}
 
 
 def target(rank: int) -> dict[str, Any]:
@@ -71,6 +79,19 @@ def _with_checkpointer(rank: int, root: str) -> dict[str, Any]:
     return {"path": os.path.basename(found.path)}
 
 
+def _grown(rank: int, root: str) -> dict[str, Any]:
+    """Restore into containers that are empty or short, twice: the second time missing keys are no error."""
+    said = {}
+    for strict in (True, False):
+        wanted = {**target(rank), "names": {}, "note": None, "log": [{"loss": 0}], "pair": (None, [])}
+        try:
+            asyncckpt.restore_latest(root, wanted, strict=strict)
+        except Exception as error:
+            wanted = {"error": str(error)}
+        said[strict] = {name: wanted.get(name) for name in ("error", *GROWING)}
+    return said
+
+
 SCENARIOS: dict[str, Callable[[int, str], dict[str, Any]]] = {
     "absent": _absent,
     "sound": restore,
@@ -81,6 +102,7 @@ SCENARIOS: dict[str, Callable[[int, str], dict[str, Any]]] = {
     "unfit": lambda rank, root: restore(rank, root, unfit=True),
     "elsewhere": _elsewhere,
     "checkpointer": _with_checkpointer,
+    "grown": _grown,
 }
 
 
@@ -93,11 +115,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("restoring")
     with asyncckpt.SyncCheckpointer(fsync=False, rank_info=RankInfo(0, 1)) as checkpointer:
         for step in (10, 20):
-            checkpointer.save({"rows": torch.full((ROWS, 500), float(step)), "step": step}, base / "one" / f"s{step}")
+            checkpointer.save(
+                {"rows": torch.full((ROWS, 500), float(step)), "step": step, **grown(step)}, base / "one" / f"s{step}"
+            )
     for name in SCENARIOS:
         shutil.copytree(base / "one", base / name)
     shutil.copytree(base / "one", base / "worker")
-    for name in ("half", "shared", "checkpointer", "worker"):
+    for name in ("half", "shared", "checkpointer", "worker", "grown"):
         break_last_rows(base / name / "s20")
     for name in ("s10", "s20"):
         break_last_rows(base / "none" / name)
@@ -131,6 +155,12 @@ def test_what_one_rank_finds_broken_is_passed_over_by_both_and_put_aside_once(sa
     assert said[0]["half"]["skipped"] == [("SharedLoadError", 1)]
     assert said[1]["half"]["skipped"] == [("CorruptCheckpointError", None)]
     assert sorted(os.listdir(base / "half")) == ["s10", "s20.broken-1"]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_containers_hold_nothing_of_a_newer_one_that_only_another_rank_finds_broken(said: Said, strict: bool) -> None:
+    for one in said:
+        assert one["grown"][strict] == {"error": None, **grown(10)}
 
 
 def test_so_is_what_ends_a_load_that_shares_its_reads(said: Said) -> None:

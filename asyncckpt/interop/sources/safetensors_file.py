@@ -136,6 +136,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 _INDEX = re.compile(r"(.+)\.safetensors\.index(\.[^.]+)?\.json\Z")
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}(\.[^.]+)?\.safetensors\Z")
+_NUMBER = re.compile(r"-([0-9]{5})-of-([0-9]{5})(?:\.[^.]+)?\.safetensors\Z")
 _NOT_THE_MODEL = re.compile(r"(consolidated([-.][0-9]+)?|adapter_model)\Z")
 """Files that are not the model: a copy of all of it under Mistral's tensor names, and adapters of peft."""
 
@@ -242,8 +243,9 @@ def read_hf_directory(path: str, files: Files) -> Contents:
         files: The storage seam.
 
     Raises:
-        CorruptCheckpointError: A file is damaged; or the index names a file or tensor that does not exist; or a tensor
-            is in two files, and the index does not name one of them, or they differ in shape or dtype.
+        CorruptCheckpointError: A file is damaged; or the index names a file or tensor that does not exist; or there is
+            no index, and the names of the files say that others are missing; or a tensor is in two files, and the index
+            does not name one of them, or they differ in shape or dtype.
         UnsupportedFormatError: The directory holds several models, and none is the obvious one; lists the files.
         OSError: A file cannot be read.
 
@@ -278,6 +280,8 @@ def read_hf_directory(path: str, files: Files) -> Contents:
             raise builder.corrupt(
                 f"{expected[name]} lacks tensor {name!r}, which the index promises", model.index_name or ""
             )
+    if expected is None and not sharding:
+        _refuse_incomplete(builder, shards)
     if model.several:
         _refuse_doubles(builder, found, sharding)
     builder.source.metadata |= {**_joined(headers), "files": shards}
@@ -294,6 +298,20 @@ def _joined(headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         key: next(iter(values.values())) if len(set(values.values())) == 1 else values for key, values in found.items()
     }
+
+
+def _refuse_incomplete(builder: ContentsBuilder, names: Iterable[str]) -> None:
+    """Raise if the names, such as `model-00001-of-00002.safetensors`, say that there were more files."""
+    numbers: dict[tuple[str, str], set[str]] = {}
+    for name in names:
+        if found := _NUMBER.search(name):
+            numbers.setdefault((model_of(name), found[2]), set()).add(found[1])
+    for (model, total), present in numbers.items():
+        if len(present) < int(total):
+            raise builder.corrupt(
+                f"of the {int(total)} files of {model!r} there are {len(present)}, and no index: files are missing. To "
+                "load those that are there, give the path of each"
+            )
 
 
 def _refuse_doubles(

@@ -32,6 +32,7 @@ from asyncckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
     DuplicateNameError,
+    LeafTypeMismatchError,
     MissingKeysError,
     PickledLeafError,
     SaveFailedError,
@@ -595,6 +596,16 @@ def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert isinstance(
         dcp_calls.failed_load({"a": torch.zeros(3)}, StorageReader(tmp_path / "c"), planner=Wrong()), MissingKeysError
     )
+
+
+def test_a_tensor_of_the_target_is_not_replaced_by_a_dict(tmp_path: Path) -> None:
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save({"a": {"b": torch.ones(2)}, "x": torch.ones(2)}, tmp_path / "c")
+    target = {"a": torch.zeros(2), "x": torch.zeros(2)}
+    own = target["a"]
+    error = dcp_calls.failed_load(target, StorageReader(tmp_path / "c"))
+    assert isinstance(error, LeafTypeMismatchError) and error.fqn == "a"
+    assert target["a"] is own and not target["x"].any()
 
 
 def test_targets_of_other_dtypes_and_layouts_are_filled(tmp_path: Path) -> None:

@@ -180,6 +180,16 @@ def test_a_shard_that_an_index_names_and_is_not_there_is_still_damage(tmp_path: 
         asyncckpt.load(tmp_path / "f")
 
 
+@pytest.mark.parametrize("suffix", ["", ".fp16"])
+def test_numbered_files_without_an_index_must_all_be_there(tmp_path: Path, suffix: str) -> None:
+    fill(tmp_path / "f", shards("model", suffix, 1))
+    assert sorted(asyncckpt.load(tmp_path / "f")) == ["a", "b"]
+    (tmp_path / "f" / f"model-00002-of-00002{suffix}.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"of the 2 files of 'model.*' there are 1, and no index"):
+        asyncckpt.load(tmp_path / "f")
+    assert sorted(asyncckpt.load(tmp_path / "f" / f"model-00001-of-00002{suffix}.safetensors")) == ["a"]
+
+
 def test_files_of_several_names_without_a_tensor_in_common_are_one_checkpoint(tmp_path: Path) -> None:
     fill(tmp_path / "f", {"one.safetensors": {"a": 1}, "two.safetensors": {"b": 2}})
     assert sorted(asyncckpt.load(tmp_path / "f")) == ["a", "b"]

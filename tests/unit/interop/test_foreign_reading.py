@@ -100,6 +100,22 @@ def test_keys_choose_and_unknown_ones_are_named(kind: str, samples: dict[str, Pa
     assert caught.value.keys == ["absent"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("kind", foreign_samples.KINDS)
+def test_an_empty_dict_for_which_nothing_was_saved_is_missing_unless_the_format_may_have_dropped_it(
+    kind: str, samples: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(MissingKeysError) as caught:
+        asyncckpt.load(samples[kind], {"absent": {}})
+    assert caught.value.keys == ["absent"]
+    beside: dict[str, Any] = {"large" if kind in ("safetensors", "hf") else "model": None, "absent": {}}
+    if kind in ("torch", "legacy"):  # a pickle holds empty dicts
+        with pytest.raises(MissingKeysError):
+            asyncckpt.load(samples[kind], beside)
+    else:
+        asyncckpt.load(samples[kind], beside)
+        assert beside["absent"] == {} and "nothing was saved for absent, which stays empty" in caplog.text
+
+
 def test_key_map_and_mismatches_work_as_for_ours(samples: dict[str, Path]) -> None:
     target = {"module.large": torch.zeros(300, 1000)}
     asyncckpt.load(samples["safetensors"], target, key_map=lambda name: name.removeprefix("module."))

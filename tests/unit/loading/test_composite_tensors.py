@@ -408,6 +408,26 @@ def test_a_plain_tensor_takes_no_other_composite(what: str, tmp_path: Path) -> N
         asyncckpt.load(plain, {"a": OTHERS[what](0)})
 
 
+OF_OTHER_SHAPES = {
+    "coo": lambda: _sparse(1, torch.sparse_coo, (4, 8)),
+    "csr": lambda: _sparse(1, torch.sparse_csr, (4, 8)),
+    "qint8": lambda: torch.quantize_per_tensor(torch.randn(4, 6), 0.1, 2, torch.qint8),
+}
+
+
+@pytest.mark.parametrize("what", OF_OTHER_SHAPES)
+def test_another_shape_of_a_sparse_or_quantized_target_is_refused_and_nothing_changes(
+    what: str, tmp_path: Path
+) -> None:
+    path = save(tmp_path / "c", {"x": torch.ones(3), "a": OTHERS[what](0)})
+    target = {"x": torch.zeros(3), "a": OF_OTHER_SHAPES[what]()}
+    own, before = target["a"], described(target["a"])
+    with pytest.raises(ShapeMismatchError, match=r"'a', a .*, was saved with shape"):
+        asyncckpt.load(path, target)
+    assert target["a"] is own and described(own) == before and not target["x"].any()
+    assert asyncckpt.plan_load(path, target).mismatched[0].fqn == "a"
+
+
 def test_a_sparse_tensor_with_two_names_takes_no_two_values(tmp_path: Path) -> None:
     path = save(tmp_path / "c", {"a": OTHERS["coo"](0), "b": OTHERS["coo"](1)})
     target = {"a": OTHERS["coo"](2)}

@@ -237,6 +237,39 @@ def test_what_a_broken_one_filled_and_the_next_lacks_is_an_error(tmp_path: Path)
     assert caught.value.keys == ["added"]
 
 
+class Migrated(torch.nn.Module):
+    """Adds a parameter that older checkpoints lack, in a load hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.later, self.made, self.never = (torch.nn.Parameter(torch.zeros(3)) for _ in range(4))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}later" in state_dict:
+            state_dict[f"{prefix}made"] = state_dict[f"{prefix}later"] + 1
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.parametrize("lacks", ["later", ""])
+def test_so_is_what_a_load_hook_was_given_before_the_data_was_found_to_be_broken(tmp_path: Path, lacks: str) -> None:
+    names = [name for name in ("w", "later") if name != lacks]
+    save(
+        tmp_path,
+        {**state(10), "model": {name: torch.ones(3) for name in names}},
+        {**state(20), "model": {"w": torch.ones(3) * 2, "later": torch.ones(3) * 2}},
+    )
+    damage(tmp_path / "s20", "first byte of the data")
+    model = Migrated()
+    wanted = {"model": model, **target()}
+    if lacks:
+        with pytest.raises(MissingKeysError, match="holds values of both") as caught:
+            asyncckpt.restore_latest(tmp_path, wanted, strict=False)
+        assert caught.value.keys == ["model.later", "model.made"]
+    else:
+        assert asyncckpt.restore_latest(tmp_path, wanted, strict=False).step == 10
+        assert [float(p.detach()[0]) for p in model.parameters()] == [1, 1, 2, 0]
+
+
 def test_without_low_memory_a_broken_one_leaves_no_trace(tmp_path: Path) -> None:
     save(tmp_path, state(10))
     damage(tmp_path / "s10", "last byte of the data")
