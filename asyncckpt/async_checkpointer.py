@@ -85,7 +85,9 @@ class AsyncCheckpointer(Checkpointer):
     ) -> None:
         refuse_positional(given, "AsyncCheckpointer")
         super().__init__(CheckpointerConfig.resolve(config, fields), reader, endpoint)
-        refuse_misplaced(fields, own_stager=checkpoint_stager is not None, own_process=checkpoint_process is not None)
+        refuse_misplaced(
+            fields, custom_stager=checkpoint_stager is not None, custom_process=checkpoint_process is not None
+        )
         self._process: CheckpointProcess
         if checkpoint_process is not None and endpoint is not None:
             raise ConfigError("endpoint belongs to the worker, which checkpoint_process replaces", field="endpoint")
@@ -96,15 +98,15 @@ class AsyncCheckpointer(Checkpointer):
         self._retired: list[WorkerClient] = []
         if checkpoint_process is None:
             self._named, self._hooks = endpoint or endpoint_from_environment(), HookRunner(commit_hook)
-            self._own_stager = checkpoint_stager
+            self._custom_stager = checkpoint_stager
             self._reach_worker(self._member, at_once=True)
         else:
             self._process, self._stager = (
                 checkpoint_process,
                 checkpoint_stager or HostStager(allow_pickle=self.config.allow_pickle),
             )
-        own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerClient))
-        self._takes_extra = own_parts or commit_hook is not None
+        has_custom_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerClient))
+        self._takes_extra = has_custom_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
         self._events = SaveEvents(self.config.events, self._overlap)
         self._saving = threading.Lock()
@@ -113,7 +115,7 @@ class AsyncCheckpointer(Checkpointer):
     def _reach_worker(self, member: Membership, *, at_once: bool, overlap: Overlap | None = None) -> None:
         """Make the parts that depend on the rank."""
         process, ranks = reach_worker(self.config, member, self._named, self._hooks, at_once=at_once)
-        stager = self._own_stager or SlotStager(process, ranks, self.config, overlap=overlap)
+        stager = self._custom_stager or SlotStager(process, ranks, self.config, overlap=overlap)
         self._process, self._coordination, self._stager = process, ranks, stager
         self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
 
@@ -569,20 +571,20 @@ _KEPT_FIELDS = frozenset({"allow_pickle", "on_error", "worker_shutdown_timeout_s
 """Fields that still have an effect with a custom process: those of the checkpointer, its reader and its stager."""
 
 
-def refuse_misplaced(given: Iterable[str], *, own_stager: bool, own_process: bool) -> None:
+def refuse_misplaced(given: Iterable[str], *, custom_stager: bool, custom_process: bool) -> None:
     """Refuse fields of parts that were replaced: they would have no effect.
 
     Args:
         given: Names of the fields that the user has given.
-        own_stager, own_process: Whether the stager, or the process, is custom.
+        custom_stager, custom_process: Whether the stager, or the process, is custom.
 
     Raises:
         ConfigError: Naming the first.
     """
     for name in sorted(given):
-        if own_process and name not in _KEPT_FIELDS:
+        if custom_process and name not in _KEPT_FIELDS:
             raise ConfigError(f"{name} is about the worker, which checkpoint_process replaces", field=name)
-        if own_stager and name in _STAGER_FIELDS:
+        if custom_stager and name in _STAGER_FIELDS:
             raise ConfigError(f"{name} is about the default stager, which checkpoint_stager replaces", field=name)
 
 

@@ -132,9 +132,9 @@ class LocalSave:
             )
             buffer, image = self._image_for(plan)
             try:
-                placement = self._engine.placement(image, flat.tensors)
+                device_map = self._engine.device_map(image, flat.tensors)
                 work = image.split(frozenset())
-                self._engine.copy(buffer, image, flat.tensors, placement, save_id, work, overlapped=False)
+                self._engine.copy(buffer, image, flat.tensors, device_map, save_id, work, overlapped=False)
             except BaseException as error:
                 buffer.settle()
                 if isinstance(error, AsyncCkptError) or not isinstance(error, RuntimeError):
