@@ -50,6 +50,7 @@ STAGED_SHARE = 0.9
 """The share of `leave`'s time for copies that still run. Chosen: to tell the worker takes milliseconds."""
 
 _log = logging.getLogger("asyncckpt")
+_NEEDS_DEFAULT_PARTS = "{} needs the default stager and process: leave out checkpoint_stager and checkpoint_process"
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
 
 
@@ -218,7 +219,7 @@ class AsyncCheckpointer(Checkpointer):
         arguments = self._arguments(state_dict, path, step, metadata, save_id)
         if mirror is not None:
             if not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerClient)):
-                raise ConfigError("mirror= is for the default stager and process, which were replaced", field="mirror")
+                raise ConfigError(_NEEDS_DEFAULT_PARTS.format("mirror="), field="mirror")
             arguments["mirror"] = mirror_path(mirror, arguments["path"], self.config)
         if not self._takes_extra:
             refuse_unknown(kw)
@@ -280,7 +281,7 @@ class AsyncCheckpointer(Checkpointer):
         self._check_usable()
         overlap = self._overlap
         if overlap is None:
-            raise ConfigError("attach() is for the default stager and process, which were replaced", field="attach")
+            raise ConfigError(_NEEDS_DEFAULT_PARTS.format("attach()"), field="attach")
         overlap.attach(*optimizers)
         self._events.watch(optimizers)
 
@@ -335,7 +336,7 @@ class AsyncCheckpointer(Checkpointer):
         self._check_usable()
         self._follow_ranks()
         if not isinstance(self._stager, SlotStager):
-            raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
+            raise ConfigError(_NEEDS_DEFAULT_PARTS.format("prepare()"), field="prepare")
         self._refuse_in_callback("prepare()")  # without telling the other ranks, which would wait for this very thread
         if not self._saving.acquire(blocking=False):
             refused = ReentrantCallError("prepare() was called while save() runs")
@@ -583,9 +584,13 @@ def refuse_misplaced(given: Iterable[str], *, custom_stager: bool, custom_proces
     """
     for name in sorted(given):
         if custom_process and name not in _KEPT_FIELDS:
-            raise ConfigError(f"{name} is about the worker, which checkpoint_process replaces", field=name)
+            raise ConfigError(
+                f"{name} is about the worker, which checkpoint_process replaces; leave {name} out", field=name
+            )
         if custom_stager and name in _STAGER_FIELDS:
-            raise ConfigError(f"{name} is about the default stager, which checkpoint_stager replaces", field=name)
+            raise ConfigError(
+                f"{name} is about the default stager, which checkpoint_stager replaces; leave {name} out", field=name
+            )
 
 
 def reach_worker(

@@ -192,8 +192,8 @@ class Checkpointer(ABC):
             return
         now, before = Membership(self.config.rank_info), self._rank
         _log.info(
-            "this process is now rank %d of %d in a new process group; it was rank %d of %d. The ranks meet in the "
-            "next save",
+            "this process is now rank %d of %d in a new process group; it was rank %d of %d. The ranks agree anew "
+            "in the next save",
             *now.rank,
             *before,
         )

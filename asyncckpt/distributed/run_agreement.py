@@ -248,8 +248,8 @@ class Coordination:
         save = Save(path, sequence)
         if self.is_out_of_sync:
             text = (
-                f"this rank cannot know whether the ranks meet in this save: {self._out_of_sync}; they meet in a later "
-                "one, so save again"
+                f"this rank does not know whether the other ranks wait for it in this save: {self._out_of_sync}. In a "
+                "later save all ranks agree again on what each of them writes: save again"
             )
             self.refuse_save(save, text)
             raise SaveFailedError(text, code="exchange", rank=self.rank.rank, path=path, step=step)

@@ -111,7 +111,8 @@ def convert(
             holds no checkpoint; then the files of the target are added to it and nothing is replaced.
         to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
         keys: FQNs and prefixes in the source; only these leaves are converted. None converts everything.
-        key_map: From the source's FQNs to the target's: a dict (names that it lacks stay) or a callable.
+        key_map: From the source's FQNs to the target's, the other way round than in `load`: a dict (names that it
+            lacks stay) or a callable.
         rules: Which tensors are stacked, split, joined or renamed, after `key_map`; a tensor belongs to the first rule
             that matches its name.
         dtype: Dtype, or its name, to which tensors of float64, float32, float16 and bfloat16 are cast. None: none is.

@@ -191,7 +191,7 @@ class SourceReader:
             to = address + run.at - origin
             saved = self._tensors[run.tensor]
             if isinstance(saved, MadeTensor):
-                ranges += self._of_parts(saved, run, to)
+                ranges += self._of_made(saved, run, to)
                 continue
             rank, chunk = saved.chunks[0]
             if chunk.sizes != saved.global_shape:
@@ -224,7 +224,7 @@ class SourceReader:
         """
         found: dict[str, SavedTensor] = {}
         for tensor in (self._tensors[number] for number in numbers):
-            of_it = [part.saved for part in tensor.parts] if isinstance(tensor, MadeTensor) else [tensor]
+            of_it = [box.saved for box in tensor.boxes] if isinstance(tensor, MadeTensor) else [tensor]
             found |= {saved.fqn: saved for saved in of_it}
         self._checksums.check(found.values(), threads)
 
@@ -234,7 +234,7 @@ class SourceReader:
             region = whole_region(offsets, tuple(target.shape))
             yield from wanted_ranges(self._contents, saved, region, target, target.dtype, verify=True)
 
-    def _of_parts(self, made: MadeTensor, run: ElementRun, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
+    def _of_made(self, made: MadeTensor, run: ElementRun, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
         """Yield the ranges to read of a made tensor; what is not row-major in its file is copied at once."""
         dtype = torch_dtype(made.dtype)
         for memory, origin in _boxes(made.wide_shape, dtype, run, to):

@@ -52,7 +52,7 @@ class TensorWrite(NamedTuple):
     origins: tuple[tuple[int, ...], ...] = ()
 
 
-def shard_write(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement | None) -> TensorWrite:
+def shard_write(key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement | None) -> TensorWrite:
     """Return what `rank` writes of a tensor of which it holds shards.
 
     Raises:
@@ -177,7 +177,7 @@ def make_plan(
         check_dcp_items(flat.tree)
     own = flat.per_rank
     writes = [
-        shard_write(number, key, flat.shards[number], rank, agreement)
+        shard_write(key, flat.shards[number], rank, agreement)
         if number in flat.shards
         else _tensor_write(number, key, rank, None if number in own else agreement, is_own=number in own)
         for number, key in enumerate(_keys(flat))
