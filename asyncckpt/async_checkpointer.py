@@ -152,12 +152,13 @@ class AsyncCheckpointer(Checkpointer):
         mirror: str | os.PathLike[str] | None = None,
         **kw: Any,
     ) -> SaveHandle:
-        """Stage `state_dict` for the directory `path`, and return. Tensors may be changed once it has returned.
+        """Stage `state_dict` for `path`, and return. Tensors may be changed once it has returned.
 
-        Exception: tensors that an attached optimizer owns may be copied later, depending on `staging`. They may be
-        changed once `staged` is done, or after `fence()`; the optimizer's own `step()` and `load_state_dict()` wait for
-        the copy. All other tensors are copied by this call; those on a GPU, before later work in the current stream.
-        Work in other streams must wait for that stream, or for `staged`.
+        Exception: tensors that an attached optimizer owns may be copied later, depending on `staging`; so may all
+        tensors with `staging="overlap"`, if no optimizer is attached. They may be changed once `staged` is done, or
+        after `fence()`; an attached optimizer's `step()` and `load_state_dict()` wait for the copy. All other tensors
+        are copied by this call; those on a GPU, before later work in the current stream. Work in other streams must
+        wait for that stream, or for `staged`.
 
         Blocks: for the copy, and for a free slot as `on_busy` says. The first save also waits for the worker and, with
         several ranks, up to `plan_timeout_s` for the other ranks: every rank must call it. Later saves do not wait for
@@ -167,8 +168,8 @@ class AsyncCheckpointer(Checkpointer):
         Args:
             state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`
                 (modules, optimizers), which is stored in their place; for a wrapped module, that of the bare model.
-            path: The checkpoint's directory, which is made if it is missing. Relative to this process's working
-                directory.
+            path: The checkpoint's directory, which is made if it is missing, relative to this process's working
+                directory; or a URL in an object store, such as `s3://bucket/run/step-100`.
             step: An int, of Python or numpy, from 0. Default: the top-level leaf `step` if it is such an int or a 0-d
                 integer tensor in host memory, else the number of this save.
             metadata: JSON to keep in the manifest.
