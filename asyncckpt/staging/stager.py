@@ -172,8 +172,8 @@ class SlotStager(CheckpointStager):
             started.transfer,
             seal=started.seal,
             roll_back_save=lambda error: self._roll_back(save_id, error, step, path),
-            transfer_cleanup=partial(self._process.handled.append, save_id.sequence),
-            reclaim_cleanup=partial(self._reclaim_cleanup, save_id.sequence),
+            take_over_rollback=partial(self._process.handled.append, save_id.sequence),
+            give_back_rollback=partial(self._give_back_rollback, save_id.sequence),
             seconds=seconds,
         )
         return StagedSnapshot(
@@ -205,9 +205,9 @@ class SlotStager(CheckpointStager):
         found.__cause__ = error
         return found
 
-    def _reclaim_cleanup(self, sequence: int) -> None:
+    def _give_back_rollback(self, sequence: int) -> None:
         """Let `save()`, not the copier, roll this save back."""
-        with contextlib.suppress(ValueError):  # `transfer_cleanup` was not called
+        with contextlib.suppress(ValueError):  # `take_over_rollback` was not called
             self._process.handled.remove(sequence)
 
     def prepare(self, state_dict: Mapping[str, Any], *, refused: AsyncCkptError | None = None) -> None:
