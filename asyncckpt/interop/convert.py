@@ -17,6 +17,7 @@ from asyncckpt.interop.conversion_losses import ConversionLosses, changes, liste
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES, cast
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, apply_rules, checked_rules
+from asyncckpt.interop.outline import KeyMap, Outline, outline_of, readable, without_composites
 from asyncckpt.interop.publish import (
     TargetState,
     check_around,
@@ -29,7 +30,6 @@ from asyncckpt.interop.publish import (
     put_into_place,
     temporary_path,
 )
-from asyncckpt.interop.selection import KeyMap, Outline, outline_of, readable, without_composites
 from asyncckpt.interop.source_reader import SourceReader
 from asyncckpt.interop.sources.detect import KINDS, read_any
 from asyncckpt.interop.verify_target import verify_bytes, verify_structure

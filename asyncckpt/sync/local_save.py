@@ -109,7 +109,7 @@ class LocalSave:
         """Return the epoch of a save to `path`."""
         return self._epochs.epoch_for(path, run)
 
-    def store(
+    def write_files(
         self, plan: SavePlan, flat: Flattened, leaves: list[Any], save_id: SaveId, path: str, kw: Mapping[str, Any]
     ) -> tuple[SaveRequest, RankResult]:
         """Stage and write this rank's files; `kw`: `step` and `metadata`.
@@ -119,7 +119,7 @@ class LocalSave:
 
         Raises:
             StagingError: torch could not copy a tensor.
-            InsufficientMemoryError, SaveFailedError, CheckpointExistsError: As `write`.
+            InsufficientMemoryError, SaveFailedError, CheckpointExistsError: As `SyncWriter.write`.
         """
         began, step = time.perf_counter(), kw["step"]
         with self.failures(save_id, path, step):

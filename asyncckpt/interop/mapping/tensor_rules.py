@@ -10,7 +10,7 @@ from typing import Any
 from asyncckpt.errors import ConfigError, ShapeMismatchError, UnmatchedTensorsError
 from asyncckpt.format.state_tree import TENSOR
 from asyncckpt.interop.mapping.made_tensors import AnyTensor, MadeTensor, MappedBox
-from asyncckpt.interop.selection import Outline, replaced
+from asyncckpt.interop.outline import Outline, replaced
 from asyncckpt.storage.contents import SavedTensor
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
