@@ -50,6 +50,7 @@ STAGED_SHARE = 0.9
 """The share of `leave`'s time for copies that still run. Chosen: to tell the worker takes milliseconds."""
 
 _log = logging.getLogger("asyncckpt")
+_NEEDS_DEFAULT_PARTS = "{} needs the default stager and process: leave out checkpoint_stager and checkpoint_process"
 _ARGUMENT_ERRORS = (UnsupportedLeafError, DuplicateNameError, ConfigError)
 
 
@@ -85,7 +86,9 @@ class AsyncCheckpointer(Checkpointer):
     ) -> None:
         refuse_positional(given, "AsyncCheckpointer")
         super().__init__(CheckpointerConfig.resolve(config, fields), reader, endpoint)
-        refuse_misplaced(fields, own_stager=checkpoint_stager is not None, own_process=checkpoint_process is not None)
+        refuse_misplaced(
+            fields, custom_stager=checkpoint_stager is not None, custom_process=checkpoint_process is not None
+        )
         self._process: CheckpointProcess
         if checkpoint_process is not None and endpoint is not None:
             raise ConfigError("endpoint belongs to the worker, which checkpoint_process replaces", field="endpoint")
@@ -96,15 +99,15 @@ class AsyncCheckpointer(Checkpointer):
         self._retired: list[WorkerClient] = []
         if checkpoint_process is None:
             self._named, self._hooks = endpoint or endpoint_from_environment(), HookRunner(commit_hook)
-            self._own_stager = checkpoint_stager
+            self._custom_stager = checkpoint_stager
             self._reach_worker(self._member, at_once=True)
         else:
             self._process, self._stager = (
                 checkpoint_process,
                 checkpoint_stager or HostStager(allow_pickle=self.config.allow_pickle),
             )
-        own_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerClient))
-        self._takes_extra = own_parts or commit_hook is not None
+        has_custom_parts = not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerClient))
+        self._takes_extra = has_custom_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
         self._events = SaveEvents(self.config.events, self._overlap)
         self._saving = threading.Lock()
@@ -113,7 +116,7 @@ class AsyncCheckpointer(Checkpointer):
     def _reach_worker(self, member: Membership, *, at_once: bool, overlap: Overlap | None = None) -> None:
         """Make the parts that depend on the rank."""
         process, ranks = reach_worker(self.config, member, self._named, self._hooks, at_once=at_once)
-        stager = self._own_stager or SlotStager(process, ranks, self.config, overlap=overlap)
+        stager = self._custom_stager or SlotStager(process, ranks, self.config, overlap=overlap)
         self._process, self._coordination, self._stager = process, ranks, stager
         self._await_saves_below = lambda root, deadline: await_saves_below(root, deadline, process)
 
@@ -149,12 +152,13 @@ class AsyncCheckpointer(Checkpointer):
         mirror: str | os.PathLike[str] | None = None,
         **kw: Any,
     ) -> SaveHandle:
-        """Stage `state_dict` for the directory `path`, and return. Tensors may be changed once it has returned.
+        """Stage `state_dict` for `path`, and return. Tensors may be changed once it has returned.
 
-        Exception: tensors that an attached optimizer owns may be copied later, depending on `staging`. They may be
-        changed once `staged` is done, or after `fence()`; the optimizer's own `step()` and `load_state_dict()` wait for
-        the copy. All other tensors are copied by this call; those on a GPU, before later work in the current stream.
-        Work in other streams must wait for that stream, or for `staged`.
+        Exception: tensors that an attached optimizer owns may be copied later, depending on `staging`; so may all
+        tensors with `staging="overlap"`, if no optimizer is attached. They may be changed once `staged` is done, or
+        after `fence()`; an attached optimizer's `step()` and `load_state_dict()` wait for the copy. All other tensors
+        are copied by this call; those on a GPU, before later work in the current stream. Work in other streams must
+        wait for that stream, or for `staged`.
 
         Blocks: for the copy, and for a free slot as `on_busy` says. The first save also waits for the worker and, with
         several ranks, up to `plan_timeout_s` for the other ranks: every rank must call it. Later saves do not wait for
@@ -164,8 +168,8 @@ class AsyncCheckpointer(Checkpointer):
         Args:
             state_dict: Nested dicts, lists and tuples of tensors, plain values, and objects with a `state_dict()`
                 (modules, optimizers), which is stored in their place; for a wrapped module, that of the bare model.
-            path: The checkpoint's directory, which is made if it is missing. Relative to this process's working
-                directory.
+            path: The checkpoint's directory, which is made if it is missing, relative to this process's working
+                directory; or a URL in an object store, such as `s3://bucket/run/step-100`.
             step: An int, of Python or numpy, from 0. Default: the top-level leaf `step` if it is such an int or a 0-d
                 integer tensor in host memory, else the number of this save.
             metadata: JSON to keep in the manifest.
@@ -216,7 +220,7 @@ class AsyncCheckpointer(Checkpointer):
         arguments = self._arguments(state_dict, path, step, metadata, save_id)
         if mirror is not None:
             if not (isinstance(self._stager, SlotStager) and isinstance(self._process, WorkerClient)):
-                raise ConfigError("mirror= is for the default stager and process, which were replaced", field="mirror")
+                raise ConfigError(_NEEDS_DEFAULT_PARTS.format("mirror="), field="mirror")
             arguments["mirror"] = mirror_path(mirror, arguments["path"], self.config)
         if not self._takes_extra:
             refuse_unknown(kw)
@@ -278,7 +282,7 @@ class AsyncCheckpointer(Checkpointer):
         self._check_usable()
         overlap = self._overlap
         if overlap is None:
-            raise ConfigError("attach() is for the default stager and process, which were replaced", field="attach")
+            raise ConfigError(_NEEDS_DEFAULT_PARTS.format("attach()"), field="attach")
         overlap.attach(*optimizers)
         self._events.watch(optimizers)
 
@@ -333,7 +337,7 @@ class AsyncCheckpointer(Checkpointer):
         self._check_usable()
         self._follow_ranks()
         if not isinstance(self._stager, SlotStager):
-            raise ConfigError("prepare() is for the default stager and process, which were replaced", field="prepare")
+            raise ConfigError(_NEEDS_DEFAULT_PARTS.format("prepare()"), field="prepare")
         self._refuse_in_callback("prepare()")  # without telling the other ranks, which would wait for this very thread
         if not self._saving.acquire(blocking=False):
             refused = ReentrantCallError("prepare() was called while save() runs")
@@ -569,21 +573,25 @@ _KEPT_FIELDS = frozenset({"allow_pickle", "on_error", "worker_shutdown_timeout_s
 """Fields that still have an effect with a custom process: those of the checkpointer, its reader and its stager."""
 
 
-def refuse_misplaced(given: Iterable[str], *, own_stager: bool, own_process: bool) -> None:
+def refuse_misplaced(given: Iterable[str], *, custom_stager: bool, custom_process: bool) -> None:
     """Refuse fields of parts that were replaced: they would have no effect.
 
     Args:
         given: Names of the fields that the user has given.
-        own_stager, own_process: Whether the stager, or the process, is custom.
+        custom_stager, custom_process: Whether the stager, or the process, is custom.
 
     Raises:
         ConfigError: Naming the first.
     """
     for name in sorted(given):
-        if own_process and name not in _KEPT_FIELDS:
-            raise ConfigError(f"{name} is about the worker, which checkpoint_process replaces", field=name)
-        if own_stager and name in _STAGER_FIELDS:
-            raise ConfigError(f"{name} is about the default stager, which checkpoint_stager replaces", field=name)
+        if custom_process and name not in _KEPT_FIELDS:
+            raise ConfigError(
+                f"{name} is about the worker, which checkpoint_process replaces; leave {name} out", field=name
+            )
+        if custom_stager and name in _STAGER_FIELDS:
+            raise ConfigError(
+                f"{name} is about the default stager, which checkpoint_stager replaces; leave {name} out", field=name
+            )
 
 
 def reach_worker(

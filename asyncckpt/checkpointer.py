@@ -192,8 +192,8 @@ class Checkpointer(ABC):
             return
         now, before = Membership(self.config.rank_info), self._rank
         _log.info(
-            "this process is now rank %d of %d in a new process group; it was rank %d of %d. The ranks meet in the "
-            "next save",
+            "this process is now rank %d of %d in a new process group; it was rank %d of %d. The ranks agree anew "
+            "in the next save",
             *now.rank,
             *before,
         )
@@ -235,7 +235,7 @@ class Checkpointer(ABC):
         """Load the checkpoint at `path`; as `asyncckpt.load`, through this checkpointer's reader.
 
         Args:
-            path: The checkpoint's directory.
+            path: The checkpoint, as for `asyncckpt.load`.
             state_dict: Filled in place and returned; None returns a new dict.
             default_map_location: Where to put new tensors: device, string, dict or callable as in `torch.load`.
             strict: Raise if the checkpoint lacks keys of `state_dict`; False logs them.
@@ -277,14 +277,14 @@ class Checkpointer(ABC):
         removed, unless `source="memory"`.
 
         Args:
-            root: The directory that holds the checkpoints' directories.
+            root: The directory, or URL, that holds the checkpoints.
             mirror: As for `asyncckpt.latest_checkpoint`.
             timeout_s: How long to wait for such saves, and for the other ranks.
             source: "disk": only committed ones count, as for `asyncckpt.latest_checkpoint`; "memory": only others.
 
         Raises:
             PlanTimeoutError: Not every rank has called it.
-            UnsupportedPathError: `root` is a URL.
+            UnsupportedPathError: `root` or `mirror` is not a path, or a URL whose store cannot be used.
             ConfigError: An unknown `source`.
             SaveFailedError: Rank 0 could not read `root` (raised on the other ranks).
             OSError: `root` cannot be read.

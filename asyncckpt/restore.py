@@ -104,7 +104,7 @@ def restore_latest(
     does not change before everything that this rank reads has been verified, which takes as much memory again.
 
     Args:
-        root: The directory whose children are checkpoints.
+        root: A directory, or URL, whose children are checkpoints.
         state_dict: A target, as for `load`; None: a new one is made.
         strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them.
         mirror: Directory or URL that holds the copies of these checkpoints. The newest of both places is loaded; where

@@ -74,7 +74,7 @@ def storage_options_of(args: argparse.Namespace) -> dict[str, str]:
 
 def add_root(parser: argparse.ArgumentParser) -> None:
     """Add ROOT and -r, for commands that search a directory for checkpoints."""
-    text = "directory that contains checkpoints, or a checkpoint"
+    text = "directory or URL that contains checkpoints, or a checkpoint"
     parser.add_argument("root", metavar="ROOT", type=path_argument, help=text)
     parser.add_argument("-r", "--recursive", action="store_true", help="search subdirectories at any depth")
     add_storage_options(parser)

@@ -302,7 +302,7 @@ class StorageReader(TorchStorageReader):
         """Prepare for another load, of `checkpoint_id` if one is given.
 
         Raises:
-            UnsupportedPathError: `checkpoint_id` is a URL or no path.
+            UnsupportedPathError: `checkpoint_id` is not a path, or a URL of no object store.
         """
         if checkpoint_id is not None:
             self._take(checkpoint_id)

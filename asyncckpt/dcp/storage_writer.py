@@ -24,7 +24,7 @@ from torch.futures import Future
 from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.basics.paths import absolute_path, is_local_path
 from asyncckpt.config import CheckpointerConfig, check_keywords
-from asyncckpt.dcp.direct_save import InProcessSave
+from asyncckpt.dcp.in_process_save import InProcessSave
 from asyncckpt.dcp.worker_save import FIELDS, WorkerSaves
 from asyncckpt.dcp.worker_session import SaveTask, WorkerInfo, forget_received, received_task
 from asyncckpt.dcp.write_plan import (

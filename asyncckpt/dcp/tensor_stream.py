@@ -1,4 +1,4 @@
-"""`StreamedImage`: the bytes of a rank's shard files, of which only the part that is being written is in memory.
+"""`LazyImage`: the bytes of a rank's shard files, of which only the part that is being written is in memory.
 
 A tensor is resolved when its first byte is written, and freed after its last. So a save takes, beside the state, one
 buffer for each thread, the tensors that the planner allocates and that are being written, and the copies ahead.
@@ -185,7 +185,7 @@ def in_file_order(layout: Layout) -> list[int]:
     return sorted(held, key=lambda n: (chunks[n].part, chunks[n].offset_bytes))
 
 
-class StreamedImage:
+class LazyImage:
     """The bytes of a rank's shard files, a `storage.shard_writer.MadeImage`. As a context manager it frees its buffers.
 
     Args:
@@ -289,7 +289,7 @@ class StreamedImage:
         while self._buffers:
             self._buffers.pop().close()
 
-    def __enter__(self) -> StreamedImage:
+    def __enter__(self) -> LazyImage:
         return self
 
     def __exit__(self, *_: object) -> None:

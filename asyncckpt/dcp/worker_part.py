@@ -25,7 +25,7 @@ from asyncckpt.client.slot_stream import SlotStream, should_stream
 from asyncckpt.client.worker_client import WorkerClient
 from asyncckpt.config import RankInfo
 from asyncckpt.dcp.commit import finished_request
-from asyncckpt.dcp.tensor_stream import StreamedImage
+from asyncckpt.dcp.tensor_stream import LazyImage
 from asyncckpt.dcp.worker_session import SaveTask
 from asyncckpt.dcp.write_plan import LaidOut, StoredLeaf, WriteOptions, lay_out, rank_result
 from asyncckpt.errors import InsufficientMemoryError, SaveFailedError, SlotBusyError
@@ -250,7 +250,7 @@ class Piece(NamedTuple):
     offset: int
 
 
-def pieces_of(image: StreamedImage, ring: StreamLayout | None) -> list[Piece]:
+def pieces_of(image: LazyImage, ring: StreamLayout | None) -> list[Piece]:
     """Return the pieces of an image for the cells of a ring, or, if `ring` is None, for a slot with room for all."""
     if ring is None:
         starts = range(0, len(image), EXTENT_NBYTES)
@@ -263,7 +263,7 @@ def pieces_of(image: StreamedImage, ring: StreamLayout | None) -> list[Piece]:
 
 
 def fill(
-    image: StreamedImage,
+    image: LazyImage,
     address: int,
     pieces: Sequence[Piece],
     *,
@@ -384,7 +384,7 @@ def stage_part(
     save_id, slot = task.save_id, None
     try:
         laid_out, device = lay_out(plan, planner, one_file=options.one_file), CudaDevice()
-        with StreamedImage(
+        with LazyImage(
             laid_out.layout, laid_out.specs, laid_out.resolves, save_id, options.copy_ahead_nbytes, device
         ) as image:
             part = _Part(laid_out, image, task, options, process, size_estimate)
@@ -404,7 +404,7 @@ class _Part:
     def __init__(
         self,
         laid_out: LaidOut,
-        image: StreamedImage,
+        image: LazyImage,
         task: SaveTask,
         options: WriteOptions,
         process: WorkerClient,
@@ -426,7 +426,7 @@ class _Part:
             n_tensors=laid_out.n_tensors,
         )
 
-    def acquire(self, image: StreamedImage) -> Slot:
+    def acquire(self, image: LazyImage) -> Slot:
         """Return a slot for the whole state, or a smaller one for a ring if there is no memory for that."""
         limit = self._process.config.arena_limit_bytes
         needed, likely = self._rooms(len(encode_request(self.request)))
@@ -435,7 +435,7 @@ class _Part:
         slot = self._acquire(image, needed, limit)
         return slot or self._slot(slot_nbytes(len(image), needed))  # raises the error with the reason
 
-    def _acquire(self, image: StreamedImage, room: int, limit: int | None) -> Slot | None:
+    def _acquire(self, image: LazyImage, room: int, limit: int | None) -> Slot | None:
         """Return a slot with `room` bytes for requests, or None if there is no memory for it."""
         nbytes = slot_nbytes(len(image), room)
         if limit is None or nbytes <= limit:
@@ -487,7 +487,7 @@ class _Part:
         needed = size_estimate.nbytes(own_names_nbytes, objects_nbytes)
         return 2 * room + needed, 2 * room + size_estimate.likely_nbytes(own_names_nbytes, objects_nbytes, world_size)
 
-    def stage(self, image: StreamedImage, slot: Slot) -> UnsealedPart | None:
+    def stage(self, image: LazyImage, slot: Slot) -> UnsealedPart | None:
         """Fill the slot. On the coordinator return the unsealed part; on other ranks seal it and tell the worker."""
         process, save_id, path = self._process, self._task.save_id, self._options.path
         ring, control = self._ring, slot.memory.control

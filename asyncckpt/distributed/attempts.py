@@ -43,9 +43,9 @@ def attempt_of(rank: RankInfo, store: Any) -> Attempt:
     """
     with _lock:
         if store not in _attempts:
-            _attempts[store] = _First(rank, store) if rank.rank == 0 else Attempt()
+            _attempts[store] = _AttemptOfRank0(rank, store) if rank.rank == 0 else Attempt()
         found = _attempts[store]
-    if isinstance(found, _First):
+    if isinstance(found, _AttemptOfRank0):
         found.count_on(store)
     return found
 
@@ -84,7 +84,7 @@ class Attempt:
                 store.add(_n_joined(token), 1)
 
 
-class _First(Attempt):
+class _AttemptOfRank0(Attempt):
     """An attempt of the job, for rank 0, which names it."""
 
     def __init__(self, rank: RankInfo, store: Any) -> None:

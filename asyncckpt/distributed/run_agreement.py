@@ -3,8 +3,8 @@
 The ranks meet in the first save. They meet again after a rank has saved something that is not agreed on, or after
 tensors were found to differ between ranks. Which save they meet in follows from the outcomes of earlier saves:
 
-- Save `n` meets if the outcome of save `n - window` says so, unless the ranks have met since. `window` is the smallest
-  `slots` of all ranks. A rank begins save `n` only when it knows that outcome.
+- At most `max_in_flight` saves are in flight: the smallest `slots` of all ranks. Save `n` meets if the outcome of save
+  `n - max_in_flight` says so, unless the ranks have met since. A rank begins save `n` only when it knows that outcome.
 - A rank that does not come to a save that meets refuses it; then the next save meets.
 - In a meeting the ranks find each other by the save's path. A rank that has saved more often than the others has higher
   sequences for the same saves; a meeting sets the sequence of all ranks to the highest.
@@ -155,7 +155,7 @@ class Coordination:
         self._waited_in_vain = False
         self.knows_run = False
         self._sequence_offset = 0
-        self._window = 1
+        self._max_in_flight = 1
         self._last_attended = self._outcomes_count_from = self._checked_until = self._last_sequence = -1
         self._next_meets = False
         self._out_of_sync = ""
@@ -193,7 +193,7 @@ class Coordination:
         """
         is_first = self.agreement is None and not self._out_of_sync
         while not is_first and not self._next_meets and self._checked_until < sequence:
-            source = self._checked_until + 1 - self._window
+            source = self._checked_until + 1 - self._max_in_flight
             if source >= self._outcomes_count_from:
                 meets = self.outcomes.meets_after(self.run_id, source)
                 if meets is None and not self.outcomes.is_lost(self.run_id, source):
@@ -211,9 +211,9 @@ class Coordination:
         self._outcomes_count_from = self._checked_until = sequence
 
     @property
-    def window(self) -> int:
-        """How many saves of the run may be in flight: save `n` begins once save `n - window` has ended."""
-        return self._window
+    def max_in_flight(self) -> int:
+        """How many saves of the run may be in flight: save `n` begins once save `n - max_in_flight` has ended."""
+        return self._max_in_flight
 
     @property
     def is_out_of_sync(self) -> bool:
@@ -248,8 +248,8 @@ class Coordination:
         save = Save(path, sequence)
         if self.is_out_of_sync:
             text = (
-                f"this rank cannot know whether the ranks meet in this save: {self._out_of_sync}; they meet in a later "
-                "one, so save again"
+                f"this rank does not know whether the other ranks wait for it in this save: {self._out_of_sync}. In a "
+                "later save all ranks agree again on what each of them writes: save again"
             )
             self.refuse_save(save, text)
             raise SaveFailedError(text, code="exchange", rank=self.rank.rank, path=path, step=step)
@@ -264,9 +264,9 @@ class Coordination:
             )
 
     def _may_be_expected(self, sequence: int) -> bool:
-        # One window for the saves that the lost worker had, one for those that their outcomes name, one for retries.
+        # Saves that the lost worker had in flight, those that their outcomes name, and as many retries.
         at_loss = self.outcomes.at_loss
-        return at_loss is not None and sequence <= at_loss + 3 * self._window
+        return at_loss is not None and sequence <= at_loss + 3 * self._max_in_flight
 
     def prepare(self, contributed: Callable[[], tuple[Flattened, Contribution]]) -> None:
         """Agree on a structure before its first save: a collective that consumes no save id.
@@ -329,7 +329,7 @@ class Coordination:
                 # IMPORTANT: the others may have passed the barrier, and do not meet in the next save. By the outcome of
                 # this save they learn that this rank has not passed it, and meet when that outcome says so. To wait
                 # for them in a save before that one would be in vain.
-                self._window = min(found["slots"] for found in introductions)
+                self._max_in_flight = min(found["slots"] for found in introductions)
                 first = self._last_sequence if save else self._last_sequence + 1
                 self._lose_sync(first, "the connection to the other ranks was lost in the last round of a meeting")
             else:
@@ -355,7 +355,7 @@ class Coordination:
         self, introductions: Sequence[Mapping[str, Any]], names: Collection[str], *, is_save: bool
     ) -> None:
         """Set the state that all ranks share after a successful meeting."""
-        self._window = min(found["slots"] for found in introductions)
+        self._max_in_flight = min(found["slots"] for found in introductions)
         self._outcomes_count_from = self._last_sequence if is_save else self._last_sequence + 1
         self._checked_until, self._out_of_sync = self._last_sequence, ""
         left = self._new_names.difference(names)

@@ -285,8 +285,8 @@ def _commit(found: Abilities) -> Finding:
         return fail(f"no save can be committed: the file system lacks {'; '.join(missing)}", _OTHER_DIRECTORY, **facts)
     if found.publishes_by == BY_CREATION:
         text = (
-            "link(2) and renameat2(2) do not work, so a manifest is created exclusively, and then written: weaker is "
-            "P14, since saves of several machines to one path may both succeed, and the later one stands"
+            "link(2) and renameat2(2) do not work, so a manifest is created exclusively, and then written. Promise P14 "
+            "(docs/guarantees.md) is weaker: of saves of two machines to one path both may succeed, and one stands"
         )
         return warn(text, "let no two runs save to one path", **facts)
     return ok(f"checkpoints can be committed atomically, by {found.publishes_by}", **facts)
@@ -299,8 +299,8 @@ def _replacing(found: Abilities) -> Finding:
         return warn(text, "save to a new path each time, with layout='safetensors'", **facts)
     if found.publishes_by == BY_CREATION:
         text = (
-            "rename(2) replaces files, in one step only as far as the mount does it so: weaker is P10, since a crash "
-            "of the mount's own process during overwrite=True may leave neither checkpoint"
+            "rename(2) replaces files, in one step only if the mount does it so. Promise P10 (docs/guarantees.md) is "
+            "weaker: a crash of the mount's own process during overwrite=True may leave neither checkpoint"
         )
         return warn(text, "save to a new path each time", **facts)
     return ok("checkpoints can be replaced atomically, by rename", **facts)
@@ -312,8 +312,8 @@ def _durability(found: Abilities) -> Finding:
         return fail("fsync does not work: every save will fail", f"{_OTHER_DIRECTORY}, or fsync=False", **facts)
     if found.publishes_by == BY_CREATION:
         text = (
-            "fsync is the mount's own: weaker are P3 and P4, since a mount that uploads later (rclone's cache) loses "
-            "what it has not uploaded, although `written` was reported"
+            "fsync is the mount's own. Promises P3 and P4 (docs/guarantees.md) are weaker: a mount that uploads later "
+            "(rclone's cache) may lose what it has not uploaded, although `written` was reported"
         )
         return warn(text, "choose the mount's option that uploads at fsync or close", **facts)
     return ok("what fsync has confirmed is taken for durable", **facts)

@@ -7,7 +7,7 @@
     |   +-- ShardOutOfRangeError     (ValueError)         a shard is not inside its tensor
     +-- DuplicateNameError           (ValueError)         two paths of the state dict give the same FQN
     +-- OverlappingShardsError       (ValueError)         two shards of a tensor have elements in common
-    +-- UnsupportedPathError         (ValueError)         the path is a URL, empty, or holds a NUL byte
+    +-- UnsupportedPathError         (ValueError)         the path is a URL that is not supported here, or no path
     +-- CheckpointerClosedError      (RuntimeError)       the checkpointer was closed
     +-- ForkedError                  (RuntimeError)       the checkpointer was created before a fork
     +-- SignalHandlerError           (RuntimeError)       a signal handler can only be set in the main thread

@@ -207,7 +207,7 @@ class BackgroundSaver:
             if failure is None:
                 continue
             if failure and not one.is_late:
-                _log.error("%s was not %s", one.target, failure)
+                _log.error("%s %s", one.target, failure)
                 one.is_late = failure.endswith(WILL_RETRY)
                 if one.is_late:
                     continue
@@ -230,13 +230,13 @@ class BackgroundSaver:
                     remove_target(target)
 
     def _failure_of(self, one: _Save) -> str | None:
-        """Return why a save was not published; empty: it is published; None: it is in progress."""
+        """Return that a save was not published, and why; empty: it is published; None: it is in progress."""
         job = one.job
         if not one.handle.written.done():
             return None
         error = one.handle.written.peek()[1]
         if error is not None:
-            return f"saved: {error}"
+            return f"was not saved: {error}"
         if job is None or not job.is_open:
             return ""
         # IMPORTANT: in this order: the job may end, or fail, between any two of these calls.
@@ -246,7 +246,7 @@ class BackgroundSaver:
             return ""
         if (reason is None or one.is_late) and (is_alive or self._submitted_again(one, job)):
             return None
-        return f"published: {reason or 'its exporter was killed; the next start of the training tries again'}"
+        return f"was not published: {reason or 'its exporter was killed; the next start of the training tries again'}"
 
     def _submitted_again(self, one: _Save, job: ExportJob) -> bool:
         """Submit the job of a killed exporter to a new one; return whether that was possible."""

@@ -38,7 +38,7 @@ from asyncckpt.integrations._export_queue import (
     remove_target,
 )
 from asyncckpt.integrations._file_manifest import files_in
-from asyncckpt.interop.copy_pipeline import Run, Target, write_files
+from asyncckpt.interop.copy_pipeline import ElementRun, Target, write_files
 from asyncckpt.interop.publish import TemporaryPath, publish, temporary_path
 from asyncckpt.interop.side_process import SideProcess
 from asyncckpt.storage.contents import Contents, SavedTensor, check_lengths, read_contents
@@ -77,7 +77,7 @@ class _FileReader:
         self._contents, self._files = contents, files
         self._tensors, self.outputs = files_in(contents, self._whole)
 
-    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> dict[Run, int]:
+    def read(self, runs: Sequence[ElementRun], address: int, origin: int, buffer: memoryview) -> dict[ElementRun, int]:
         """Read runs of bytes, as an `interop.copy_pipeline.ReadsRuns`."""
         self._read([(self._tensors[r.tensor], r.start, r.nbytes, address + r.at - origin) for r in runs], buffer)
         return {}

@@ -31,7 +31,7 @@ from asyncckpt.format.state_tree import (
     leaves,
     per_rank_nodes,
 )
-from asyncckpt.interop.selection import Outline, leaves_and_empty, pruned, rebuilt, versioned
+from asyncckpt.interop.outline import Outline, leaves_and_empty, pruned, rebuilt, versioned
 from asyncckpt.interop.sources.safetensors_file import FILE_METADATA
 from asyncckpt.loading.key_selection import Selection
 from asyncckpt.loading.saved_state import SavedTree

@@ -17,6 +17,7 @@ from asyncckpt.interop.conversion_losses import ConversionLosses, changes, liste
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES, cast
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, apply_rules, checked_rules
+from asyncckpt.interop.outline import KeyMap, Outline, outline_of, readable, without_composites
 from asyncckpt.interop.publish import (
     TargetState,
     check_around,
@@ -29,7 +30,6 @@ from asyncckpt.interop.publish import (
     put_into_place,
     temporary_path,
 )
-from asyncckpt.interop.selection import KeyMap, Outline, outline_of, readable, without_composites
 from asyncckpt.interop.source_reader import SourceReader
 from asyncckpt.interop.sources.detect import KINDS, read_any
 from asyncckpt.interop.verify_target import verify_bytes, verify_structure
@@ -114,7 +114,8 @@ def convert(
             needs room for all of it, and copied from there.
         to: `asyncckpt`, `dcp`, `torch`, `safetensors` or `hf`.
         keys: FQNs and prefixes in the source; only these leaves are converted. None converts everything.
-        key_map: From the source's FQNs to the target's: a dict (names that it lacks stay) or a callable.
+        key_map: From the source's FQNs to the target's, the other way round than in `load`: a dict (names that it
+            lacks stay) or a callable.
         rules: Which tensors are stacked, split, joined or renamed, after `key_map`; a tensor belongs to the first rule
             that matches its name.
         dtype: Dtype, or its name, to which tensors of float64, float32, float16 and bfloat16 are cast. None: none is.

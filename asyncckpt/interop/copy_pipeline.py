@@ -103,7 +103,7 @@ class Target:
         return sum(file.nbytes for file in self.files)
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Consecutive bytes of a tensor's row-major elements in a window.
 
     Attributes:
@@ -127,7 +127,7 @@ class Window(NamedTuple):
     start: int
     end: int
     texts: list[tuple[int, memoryview]]
-    runs: list[Run]
+    runs: list[ElementRun]
 
 
 def windows_of(file: OutputFile, nbytes: int) -> Iterator[Window]:
@@ -142,7 +142,7 @@ def windows_of(file: OutputFile, nbytes: int) -> Iterator[Window]:
                 window = Window(at, at + nbytes, [], [])
             count = min(length - done, window.end - at)
             if isinstance(piece, Payload):
-                window.runs.append(Run(number, piece.tensor, done, count, at))
+                window.runs.append(ElementRun(number, piece.tensor, done, count, at))
             else:
                 window.texts.append((at, memoryview(piece)[done : done + count]))
             at += count
@@ -153,7 +153,9 @@ def windows_of(file: OutputFile, nbytes: int) -> Iterator[Window]:
 class ReadsRuns(Protocol):
     """Reads the elements of a window; several threads may call it."""
 
-    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> Mapping[Run, int]:
+    def read(
+        self, runs: Sequence[ElementRun], address: int, origin: int, buffer: memoryview
+    ) -> Mapping[ElementRun, int]:
         """Read and verify the runs of a window.
 
         Args:
@@ -227,7 +229,7 @@ class _Checksums:
         self._changed = threading.Condition()
         self._has_failed = False
 
-    def take(self, window: Window, room: memoryview, known: Mapping[Run, int]) -> None:
+    def take(self, window: Window, room: memoryview, known: Mapping[ElementRun, int]) -> None:
         """Compute the CRC-32 of each run of a window, except those that are `known`."""
         for run in window.runs:
             if run.piece in self._left:

@@ -35,7 +35,7 @@ from asyncckpt.format.state_tree import (
     members,
     python_key,
 )
-from asyncckpt.interop.selection import Outline, containers, outline_of
+from asyncckpt.interop.outline import Outline, containers, outline_of
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.interop.statistics import numbers_of

@@ -22,7 +22,7 @@ from asyncckpt.basics.deferred_signals import mapped
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.structure import row_major
 from asyncckpt.format.torch_zip import combined_crc32
-from asyncckpt.interop.copy_pipeline import Run
+from asyncckpt.interop.copy_pipeline import ElementRun
 from asyncckpt.interop.mapping.made_tensors import AnyTensor, MadeTensor
 from asyncckpt.interop.sources.torch_file import ZipEntry, crc_of, damaged, data_offset, opened_archive, read_directory
 from asyncckpt.loading.byte_ranges import wanted_ranges, whole_region
@@ -178,7 +178,7 @@ class SourceReader:
         self._lock = threading.Lock()
         self._view: tuple[str | None, torch.Tensor | None] = (None, None)
 
-    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> dict[Run, int]:
+    def read(self, runs: Sequence[ElementRun], address: int, origin: int, buffer: memoryview) -> dict[ElementRun, int]:
         """Read and verify the runs of a window; see `copy_pipeline.ReadsRuns`.
 
         Raises:
@@ -186,12 +186,12 @@ class SourceReader:
             OSError: A file cannot be read.
         """
         ranges: list[tuple[tuple[int, int], Wanted]] = []
-        whole: dict[int, Run] = {}
+        whole: dict[int, ElementRun] = {}
         for run in runs:
             to = address + run.at - origin
             saved = self._tensors[run.tensor]
             if isinstance(saved, MadeTensor):
-                ranges += self._of_parts(saved, run, to)
+                ranges += self._of_made(saved, run, to)
                 continue
             rank, chunk = saved.chunks[0]
             if chunk.sizes != saved.global_shape:
@@ -224,17 +224,17 @@ class SourceReader:
         """
         found: dict[str, SavedTensor] = {}
         for tensor in (self._tensors[number] for number in numbers):
-            of_it = [part.saved for part in tensor.parts] if isinstance(tensor, MadeTensor) else [tensor]
+            of_it = [box.saved for box in tensor.boxes] if isinstance(tensor, MadeTensor) else [tensor]
             found |= {saved.fqn: saved for saved in of_it}
         self._checksums.check(found.values(), threads)
 
-    def _of_chunks(self, saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
+    def _of_chunks(self, saved: SavedTensor, run: ElementRun, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
         """Yield the ranges to read of a tensor that is stored as several chunks."""
         for target, offsets in _targets(saved, run, to):
             region = whole_region(offsets, tuple(target.shape))
             yield from wanted_ranges(self._contents, saved, region, target, target.dtype, verify=True)
 
-    def _of_parts(self, made: MadeTensor, run: Run, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
+    def _of_made(self, made: MadeTensor, run: ElementRun, to: int) -> Iterator[tuple[tuple[int, int], Wanted]]:
         """Yield the ranges to read of a made tensor; what is not row-major in its file is copied at once."""
         dtype = torch_dtype(made.dtype)
         for memory, origin in _boxes(made.wide_shape, dtype, run, to):
@@ -273,13 +273,13 @@ class SourceReader:
             return True
 
 
-def _targets(saved: SavedTensor, run: Run, to: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+def _targets(saved: SavedTensor, run: ElementRun, to: int) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Yield the boxes that a run of a tensor consists of; see `_boxes`."""
     return _boxes(saved.global_shape, CARRIERS[DTYPES[saved.dtype].itemsize], run, to)
 
 
 def _boxes(
-    shape: tuple[int, ...], dtype: torch.dtype, run: Run, to: int
+    shape: tuple[int, ...], dtype: torch.dtype, run: ElementRun, to: int
 ) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Yield the boxes that a run consists of: a tensor over the memory of each, from `to` on, and its offsets."""
     itemsize = dtype.itemsize

@@ -34,7 +34,7 @@ from asyncckpt.format.state_tree import (
 from asyncckpt.interop.conversion_losses import TOP
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, payload_places
 from asyncckpt.interop.diff import bytes_at, equal_to_containers, is_same_value
-from asyncckpt.interop.selection import Outline, outline_of
+from asyncckpt.interop.outline import Outline, outline_of
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.storage.contents import Located
 from asyncckpt.storage.files import Files

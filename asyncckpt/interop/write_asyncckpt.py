@@ -25,7 +25,7 @@ from asyncckpt.format.state_tree import ARRAY, BYTES, TENSOR, fqn_of, is_storabl
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.interop.conversion_losses import ConversionLosses, is_text, refuse_long_keys, restored_metadata
 from asyncckpt.interop.copy_pipeline import OutputFile, Target
-from asyncckpt.interop.selection import Outline, leaves_and_empty
+from asyncckpt.interop.outline import Outline, leaves_and_empty
 from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
 
 

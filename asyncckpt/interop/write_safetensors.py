@@ -21,7 +21,7 @@ from asyncckpt.interop.conversion_losses import (
 )
 from asyncckpt.interop.copy_pipeline import OutputFile, Target
 from asyncckpt.interop.mapping.made_tensors import AnyTensor
-from asyncckpt.interop.selection import Outline, containers
+from asyncckpt.interop.outline import Outline, containers
 from asyncckpt.interop.sources.safetensors_file import FILE_METADATA, INDEX_NAME, header_form
 
 DEFAULT_SHARD_NBYTES = 5_000_000_000

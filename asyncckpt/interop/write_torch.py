@@ -47,7 +47,7 @@ from asyncckpt.interop.conversion_losses import (
 )
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, length_of
 from asyncckpt.interop.diff import bytes_at
-from asyncckpt.interop.selection import Outline, containers
+from asyncckpt.interop.outline import Outline, containers
 from asyncckpt.interop.sources.unpickler import MAX_NBYTES
 from asyncckpt.loading.fetch import tensor_for
 from asyncckpt.state_dict.leaf_codecs import decode_torch

@@ -98,7 +98,7 @@ _MAX_SHOWN = 4
 
 
 def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
-    """Return a function that maps an FQN of the target to the saved FQN.
+    """Return a function that maps an FQN of the target to the saved FQN: the other way round than in a conversion.
 
     Raises:
         ConfigError: `key_map` is neither a mapping nor callable. The function raises it if `key_map` returns no str.

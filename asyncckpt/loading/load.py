@@ -109,7 +109,7 @@ def load(
     the values of all ranks; for it, and only for it, this rank reads the `PerRank` values of other ranks.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint: a directory, or its URL in an object store. Or a file or directory of another format.
         state_dict: The target; only its own keys are read. None: a new dict, in which nesting, key types, aliases and
             objects are as they were saved, and states of modules and optimizers are dicts.
             Tensors are filled in place, on their devices and with their dtypes: plain tensors, DTensor, `ShardedSlice`,
@@ -147,8 +147,7 @@ def load(
             for `path`. "memory" reads the newest such snapshot, committed or not, from memory only. "disk" asks no
             worker. No worker is started. Bytes from memory are verified like others. A snapshot that has no checksums
             yet cannot be verified; instead it is checked that nobody has written to it since it was staged.
-        threads: Reading threads. None takes 4, or the number that earlier loads of this user found to be faster on the
-            device.
+        threads: Reading threads; None takes 4.
         low_memory: True needs at most 256 MB of host memory in addition to the targets, and to the values that a
             `reshard` gets. False first reads and verifies everything into one copy, which is pinned if a target is on a
             GPU. It is faster for targets on a GPU, and an error in the data is found before any target changes.
@@ -194,7 +193,7 @@ def load(
         SharedLoadError: `redundant_reads="broadcast"`, and another rank failed.
         PlanTimeoutError: `redundant_reads="broadcast"`, and some ranks have not called `load`.
         InsufficientMemoryError: There is no room for a tensor without a target, or for the copy of `low_memory=False`.
-        UnsupportedPathError: `path` is a URL, or not a path.
+        UnsupportedPathError: `path` is not a path, or a URL whose store cannot be used.
         PickledLeafError: A leaf was pickled and `allow_pickle` is False, or it does not unpickle.
         StateLoadError: `load_state_dict()` of an object, `from_shards` of a registered type, or `__tensor_unflatten__`
             of a subclass raised; everything else has been filled.

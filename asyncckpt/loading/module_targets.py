@@ -107,7 +107,8 @@ class ModuleTarget:
     """
 
     def __init__(self, module: torch.nn.Module, path: Path) -> None:
-        self.bare, self.path, self.fqn = unwrapped(module), path, fqn_of(path)
+        self.bare: torch.nn.Module = unwrapped(module)
+        self.path, self.fqn = path, fqn_of(path)
         self._names = BareNames(self.bare)
         try:
             found = _live_state(self.bare)

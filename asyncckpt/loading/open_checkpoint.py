@@ -293,7 +293,7 @@ def open_checkpoint(
     """Open a checkpoint, to read single tensors and objects of it.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint, as for `load`.
         rank_info: The rank whose values are given where ranks have different ones; None: this process's.
         allow_pickle: Whether pickled objects are unpickled when they are looked up. DANGER: see `load`.
         source: "disk" opens the committed checkpoint. "auto" does too; if none is committed, it opens the newest
@@ -311,7 +311,7 @@ def open_checkpoint(
         CheckpointNotCommittedError: A save to `path` began and was never committed.
         CorruptCheckpointError: The manifest or an index is damaged; or elements of a tensor are missing or duplicate.
         UnsupportedFormatError: Written by a newer version.
-        UnsupportedPathError: `path` is a URL, or not a path.
+        UnsupportedPathError: `path` is not a path, or a URL whose store cannot be used.
         ConfigError: The rank is not below its world size; or RANK or WORLD_SIZE is not a number.
         OSError: The files cannot be read.
 

@@ -93,7 +93,7 @@ def plan_load(
         CorruptCheckpointError: The manifest or an index is damaged; or elements of a tensor are missing or duplicate.
         UnsupportedFormatError: Written by a newer version.
         UnsupportedLeafError: The target holds a leaf that no checkpoint can hold. Tensors without memory are accepted.
-        UnsupportedPathError: `path` is a URL, or not a path.
+        UnsupportedPathError: `path` is not a path, or a URL whose store cannot be used.
         ConfigError: An argument is invalid; or elements of a target tensor share memory.
         OSError: The files cannot be read.
 

@@ -279,7 +279,7 @@ def storages_of(value: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
 
-WINDOW_NBYTES = 16 << 20
+BATCH_NBYTES = 16 << 20
 """Bytes that are compared at once. It takes a few times as much host memory, whatever the tensors' sizes."""
 
 MAX_PAIRS = 100_000
@@ -289,7 +289,7 @@ they shared memory: they are read again and compared."""
 Read = Callable[[Sequence[Placement]], None]
 """Reads boxes of saved tensors into plain ones."""
 
-Window = tuple[int, Placement]
+NumberedBox = tuple[int, Placement]
 """(number of a target, a box of that target)"""
 
 _CPU = torch.device("cpu")
@@ -422,7 +422,7 @@ def check_ties(ties: Sequence[Tie], read: Read, path: str, how: str = ONE_TENSOR
     """
     parts = [(n, Placement(tie.saved, *shard)) for n, tie in enumerate(ties) for shard in tie.shards]
     for batch in _batches(parts):
-        others = [(n, window._replace(saved=ties[n].other)) for n, window in batch]
+        others = [(n, box._replace(saved=ties[n].other)) for n, box in batch]
         for (n, _), one, other in zip(batch, _values(batch, read, _CPU), _values(others, read, _CPU), strict=True):
             if not torch.equal(flat_bytes(one), flat_bytes(other)):
                 tie = ties[n]
@@ -445,11 +445,11 @@ def fill_aliased(placements: Sequence[Placement], names: Sequence[str], read: Re
     """
     parts, targets = list(enumerate(placements)), [placement.target for placement in placements]
     for batch in _batches(parts):
-        for (_, window), value in zip(batch, _values(batch, read), strict=True):
-            fill_box(window.target, (0,) * value.dim(), value)
+        for (_, box), value in zip(batch, _values(batch, read), strict=True):
+            fill_box(box.target, (0,) * value.dim(), value)
     for batch in _batches(parts):
-        for (n, window), value in zip(batch, _values(batch, read), strict=True):
-            other = find_overwriter(n, window.target, value, targets)
+        for (n, box), value in zip(batch, _values(batch, read), strict=True):
+            other = find_overwriter(n, box.target, value, targets)
             if other is not None:
                 one, two = (names[m] for m in sorted((n, other)))
                 left = "the target's tensors have been filled, these two with a mix of both; its objects are unchanged"
@@ -480,26 +480,26 @@ def find_overwriter(
     )
 
 
-def _batches(parts: Iterable[Window]) -> Iterator[list[Window]]:
-    """Cut targets into boxes, and yield groups of boxes of at most `WINDOW_NBYTES` each."""
-    batch: list[Window] = []
-    left = WINDOW_NBYTES
-    for number, part in parts:
-        width = max(part.target.itemsize, torch_dtype(part.saved.dtype).itemsize)
-        for window in _cut_to_windows(part._replace(target=part.target.detach()), WINDOW_NBYTES // width):
-            nbytes = window.target.numel() * width
+def _batches(targets: Iterable[NumberedBox]) -> Iterator[list[NumberedBox]]:
+    """Cut targets into boxes, and yield groups of boxes of at most `BATCH_NBYTES` each."""
+    batch: list[NumberedBox] = []
+    left = BATCH_NBYTES
+    for number, whole in targets:
+        width = max(whole.target.itemsize, torch_dtype(whole.saved.dtype).itemsize)
+        for box in _cut_to_boxes(whole._replace(target=whole.target.detach()), BATCH_NBYTES // width):
+            nbytes = box.target.numel() * width
             if nbytes > left:
                 yield batch
-                batch, left = [], WINDOW_NBYTES
-            batch.append((number, window))
+                batch, left = [], BATCH_NBYTES
+            batch.append((number, box))
             left -= nbytes
     if batch:
         yield batch
 
 
-def _cut_to_windows(part: Placement, limit: int) -> Iterator[Placement]:
+def _cut_to_boxes(whole: Placement, limit: int) -> Iterator[Placement]:
     """Cut a target into boxes of at most `limit` elements."""
-    saved, target, offsets, _ = part
+    saved, target, offsets, _ = whole
     if not target.numel():
         return
     if target.numel() <= limit:
@@ -510,10 +510,10 @@ def _cut_to_windows(part: Placement, limit: int) -> Iterator[Placement]:
     step = max(1, limit * n // target.numel())
     for at in range(0, n, step):
         moved = (*offsets[:dim], offsets[dim] + at, *offsets[dim + 1 :])
-        yield from _cut_to_windows(Placement(saved, target.narrow(dim, at, min(step, n - at)), moved), limit)
+        yield from _cut_to_boxes(Placement(saved, target.narrow(dim, at, min(step, n - at)), moved), limit)
 
 
-def _values(batch: Sequence[Window], read: Read, device: torch.device | None = None) -> list[torch.Tensor]:
+def _values(batch: Sequence[NumberedBox], read: Read, device: torch.device | None = None) -> list[torch.Tensor]:
     """Read the saved values of boxes. Returns them in the targets' dtypes, on `device` or on the targets' devices."""
     found = [new_tensor(tuple(w.target.shape), torch_dtype(w.saved.dtype), _CPU) for _, w in batch]
     read([Placement(w.saved, value, w.offsets) for (_, w), value in zip(batch, found, strict=True)])

@@ -326,7 +326,7 @@ def load_object_state(value: Any, state: Any, fqn: str, path: str, converted: Co
     Raises:
         StateLoadError: `load_state_dict` raised.
     """
-    value = unwrapped(value) if isinstance(value, torch.nn.Module) else value
+    value = unwrapped(value)
     dtypes = {} if isinstance(value, torch.nn.Module) else _dtypes(state)
     entries = _entries(state) if isinstance(value, torch.optim.Optimizer) else []
     try:

@@ -15,13 +15,14 @@ from asyncckpt.basics.paths import absolute_path, is_url
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.interop.convert import cast_dtype, check_arguments
 from asyncckpt.interop.hf.export import check_config, companion_files
-from asyncckpt.interop.hf.model_outline import ModelOutline, is_model, outline_of_model, unwrapped
+from asyncckpt.interop.hf.model_outline import ModelOutline, is_model, outline_of_model
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules
 from asyncckpt.interop.side_process import SideProcess
 from asyncckpt.loading.fetch import thread_count
 from asyncckpt.manager.export_queue import ExportQueue
 from asyncckpt.manager.exporter import MAX_ATTEMPTS, ExportSettings, encoded_files
 from asyncckpt.save_handle import SaveFuture, SaveHandle
+from asyncckpt.state_dict.stateful import unwrapped
 
 EXPORTS_NAME = "hf"
 """Name of the directory of the exports in the root."""

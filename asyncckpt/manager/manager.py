@@ -109,7 +109,7 @@ class CheckpointManager:
     Make one manager for a root, on every rank. A context manager. Not thread-safe: one thread trains and saves.
 
     Args:
-        root: Directory of the checkpoints; the first save makes it.
+        root: Directory, or URL, of the checkpoints; the first save makes it.
         checkpointer: Checkpointer that saves and loads; the manager does not close it. None: the manager makes an
             `AsyncCheckpointer` with `overwrite=True`, so that a step that is saved again after a rollback replaces the
             old checkpoint of that step. In an object store, which has no locks, such a save fails instead.

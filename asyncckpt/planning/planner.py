@@ -22,7 +22,7 @@ from asyncckpt.planning.file_groups import grouped_layout
 from asyncckpt.planning.load_balancing import box_of_rows, row_dimension
 from asyncckpt.planning.sample_schedule import SampleSchedule
 from asyncckpt.planning.save_plan import SavePlan, SharedTensor, Signature, TensorBox
-from asyncckpt.planning.shard_ownership import BoxAssignment, ShardAssignment, all_rows, ranks_disagree
+from asyncckpt.planning.shard_ownership import BoxAssignment, ShardAssignment, all_rows, contradiction
 from asyncckpt.planning.write_agreement import Agreement, AssignmentKind
 from asyncckpt.state_dict.flatten import Flattened, ShardLeaf, check_keys, flatten
 from asyncckpt.state_dict.leaf_codecs import check_dcp_items
@@ -52,7 +52,7 @@ class TensorWrite(NamedTuple):
     origins: tuple[tuple[int, ...], ...] = ()
 
 
-def shard_write(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement | None) -> TensorWrite:
+def shard_write(key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement | None) -> TensorWrite:
     """Return what `rank` writes of a tensor of which it holds shards.
 
     Raises:
@@ -66,7 +66,7 @@ def shard_write(number: int, key: TensorKey, leaf: ShardLeaf, rank: int, agreeme
         claim = leaf.claim(fqn, dtype)
         if claim.boxes_of_rank(rank) != leaf.boxes:
             text = f"rank {rank} of the checkpointer holds a shard of {fqn!r} that another rank of its mesh should hold"
-            raise ranks_disagree(text + "; give the checkpointer the rank numbers of torch.distributed", [rank])
+            raise contradiction(text + "; give the checkpointer the rank numbers of torch.distributed", [rank])
         assignment = agreement.shards.assignment(rank, claim)
     boxes, origins, shared = [], [], []
     for box, source, assigned in zip(leaf.boxes, leaf.sources, assignment.boxes, strict=True):
@@ -177,7 +177,7 @@ def make_plan(
         check_dcp_items(flat.tree)
     own = flat.per_rank
     writes = [
-        shard_write(number, key, flat.shards[number], rank, agreement)
+        shard_write(key, flat.shards[number], rank, agreement)
         if number in flat.shards
         else _tensor_write(number, key, rank, None if number in own else agreement, is_own=number in own)
         for number, key in enumerate(_keys(flat))

@@ -309,7 +309,7 @@ def compare_shards(
     mixed = {
         number for number, claims in lists.items() if any(_has_mixed_shardings(ownership, claim) for claim in claims)
     }
-    runs: dict[tuple[int, int], list[_Run]] = {}
+    runs: dict[tuple[int, int], list[_DigestRun]] = {}
     for rank, contribution in contributions.items():
         number = id(contribution.shards)
         key = number, rank if number in mixed else -1
@@ -336,7 +336,7 @@ def compare_shards(
                 raise _mismatch(names, expected, raw[begin:stop], other, rank)
 
 
-class _Run(NamedTuple):
+class _DigestRun(NamedTuple):
     """Consecutive digests of one rank for tensors on one grid, or a single digest of a box.
 
     Attributes:
@@ -356,7 +356,7 @@ def _has_mixed_shardings(ownership: ShardOwnership, claim: ShardClaim) -> bool:
     return claim.grid is not None and isinstance(ownership.sharding_of(claim.fqn), BoxSharding)
 
 
-def _split_unequal_runs(runs: dict[tuple[int, int], list[_Run]]) -> dict[tuple[int, int], list[_Run]]:
+def _split_unequal_runs(runs: dict[tuple[int, int], list[_DigestRun]]) -> dict[tuple[int, int], list[_DigestRun]]:
     """Split the runs that do not have the same names on all ranks into one run for each name.
 
     IMPORTANT: a run is compared only with runs of the same names. Otherwise ranks would not be compared at all if they
@@ -373,22 +373,22 @@ def _split_unequal_runs(runs: dict[tuple[int, int], list[_Run]]) -> dict[tuple[i
     }
 
 
-def _singles(run: _Run) -> Iterator[_Run]:
+def _singles(run: _DigestRun) -> Iterator[_DigestRun]:
     for n, name in enumerate(run.names):
         begin = run.begin + n * DIGEST_NBYTES
-        yield _Run((name,), run.sharding, begin, begin + DIGEST_NBYTES)
+        yield _DigestRun((name,), run.sharding, begin, begin + DIGEST_NBYTES)
 
 
-def _runs(ownership: ShardOwnership, claims: Sequence[ShardClaim], rank: int) -> list[_Run]:
+def _runs(ownership: ShardOwnership, claims: Sequence[ShardClaim], rank: int) -> list[_DigestRun]:
     """Return the runs of a rank's digests."""
-    found: list[_Run] = []
+    found: list[_DigestRun] = []
     names: list[str] = []  # names of the current run
     last: MeshSharding | None = None
     begin = at = 0
 
     def end_run() -> None:
         if last is not None:
-            found.append(_Run(tuple(names), last, begin, at))
+            found.append(_DigestRun(tuple(names), last, begin, at))
         names.clear()
 
     for position, box in ownership.compared_shards(claims, rank):
@@ -399,7 +399,9 @@ def _runs(ownership: ShardOwnership, claims: Sequence[ShardClaim], rank: int) ->
             assert box is not None
             end_run()
             last = None
-            found.append(_Run((fqn, str(claims[position].boxes_of_rank(rank)[box])), sharding, at, at + DIGEST_NBYTES))
+            found.append(
+                _DigestRun((fqn, str(claims[position].boxes_of_rank(rank)[box])), sharding, at, at + DIGEST_NBYTES)
+            )
         else:
             if last is None or sharding.grid is not last.grid:
                 end_run()

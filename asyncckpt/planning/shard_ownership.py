@@ -161,7 +161,7 @@ class ShardOwnership:
                 holders = [rank for ranks, _ in reports for rank in ranks]
                 text = f"ranks {holders[:4]} hold shards of {fqn!r}, other ranks a plain tensor of that name"
                 text += "; make it a shard on all ranks, or give it another key"
-                after.conflicts[fqn] = ranks_disagree(text, holders)
+                after.conflicts[fqn] = contradiction(text, holders)
         # IMPORTANT: unchanged claims keep their assignments, so that no layout changes.
         after._base = self._base if after._reported == self._reported else {**self._base, **base}
         return after
@@ -382,7 +382,7 @@ def resolve_sharding(
     outside = [rank for grid in dict.fromkeys(grids) for rank in grid.ranks if rank >= world_size]
     if outside:
         text = f"{first.fqn!r} is on a mesh with rank {outside[0]}, but the checkpointer has {world_size} ranks"
-        return ranks_disagree(text + "; the mesh must use the checkpointer's ranks", outside)
+        return contradiction(text + "; the mesh must use the checkpointer's ranks", outside)
     if len(grids) == len(reports):
         distinct = list(dict.fromkeys(grids))
         reporters = reports[0].ranks if len(reports) == 1 else tuple({r for ranks, _ in reports for r in ranks})
@@ -437,7 +437,7 @@ def _box_sharding(reports: Sequence[ReportedClaim], itemsize: int) -> BoxShardin
 def _unequal_tensors(reports: Sequence[ReportedClaim]) -> RanksDisagreeError:
     kinds = {(c.dtype, c.shape): ranks[0] for ranks, c in reversed(reports)}
     found = " but ".join(f"{dtype}{list(shape)} on rank {rank}" for (dtype, shape), rank in kinds.items())
-    return ranks_disagree(
+    return contradiction(
         f"shards of {reports[0].claim.fqn!r} are parts of {found}; use the same global shape and dtype on all ranks. "
         "In optimizer states, integer keys refer to different parameters on different pipeline stages: save the result "
         "of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which has names as keys",
@@ -445,7 +445,7 @@ def _unequal_tensors(reports: Sequence[ReportedClaim]) -> RanksDisagreeError:
     )
 
 
-def ranks_disagree(text: str, ranks: Sequence[int]) -> RanksDisagreeError:
+def contradiction(text: str, ranks: Sequence[int]) -> RanksDisagreeError:
     """Return the error for ranks that contradict each other about one name."""
     return RanksDisagreeError(text, detail=text, ranks=list(ranks[:8]))
 

@@ -27,8 +27,9 @@ MAX_UMASK = 0o777
 MAX_PORT = 65535
 TOKEN_NBYTES = 16
 MAX_OUTCOMES = 24
-"""Maximum outcomes in a message: the latest ones. A rank needs the outcome of the save that is `window` before its next
-one; `window` is at most 16 (`config.MAX_SLOTS`). The others are for saves that other ranks skip meanwhile."""
+"""Maximum outcomes in a message: the latest ones. A rank needs the outcome of the save that is
+`max_in_flight` before its next one, which is at most 16 (`config.MAX_SLOTS`). The others are for saves that other ranks
+skip meanwhile."""
 
 MAX_MISSING = 64
 """Maximum ranks in one row of a Saves message, so that a full table fits into a frame."""

@@ -112,11 +112,11 @@ def held_snapshots(root: str | os.PathLike[str], *, endpoint: str | None = None)
     started; if there is none, or it does not answer, the list is empty.
 
     Args:
-        root: Directory that holds the checkpoints' directories, or one of these.
+        root: Directory or URL that holds checkpoints, or one of these.
         endpoint: Endpoint of the worker; default: `$ASYNCCKPT_ENDPOINT`, else this user's worker for this job.
 
     Raises:
-        UnsupportedPathError: `root` is a URL, or no path.
+        UnsupportedPathError: `root` is not a path, or a URL of no object store.
         ConfigError: The endpoint is malformed.
 
     Blocks: at most `ANSWER_S`.

@@ -25,7 +25,7 @@ MAX_INLINE_NBYTES = 1 << 20
 _log = logging.getLogger("asyncckpt")
 
 
-class Placement(NamedTuple):
+class DeviceMap(NamedTuple):
     """Where the tensors of a state lie. The same object as in the last save of an image, if they lie where they did.
 
     Attributes:
@@ -45,14 +45,14 @@ class _DeviceSplit(NamedTuple):
     """How the work of a copy is divided between the host and devices.
 
     Attributes:
-        placement: Where the tensors lie.
+        device_map: Where the tensors lie.
         work: The immediate and the deferred work that is divided.
         host: The host's part of both.
         boxes: The part of each device.
         undetached: Numbers of the tensors on devices in the immediate work.
     """
 
-    placement: Placement
+    device_map: DeviceMap
     work: tuple[CopyWork, CopyWork]
     host: tuple[CopyWork, CopyWork]
     boxes: dict[int, DeviceWork]
@@ -71,7 +71,7 @@ class CopyEngine:
         self._config, self._device = config, device or CudaDevice()
         # IMPORTANT: weak, so that an entry ends with its image: it has views of memory that is unmapped after that.
         self._splits: weakref.WeakKeyDictionary[SlotImage, _DeviceSplit] = weakref.WeakKeyDictionary()
-        self._placements: weakref.WeakKeyDictionary[SlotImage, Placement] = weakref.WeakKeyDictionary()
+        self._device_maps: weakref.WeakKeyDictionary[SlotImage, DeviceMap] = weakref.WeakKeyDictionary()
         self._warned = False
         self._allocator = DeviceSnapshotAllocator(self._device)
 
@@ -87,10 +87,10 @@ class CopyEngine:
         """Return the index of the device that each of `tensors` lies on; None: host memory."""
         return self._device.devices_of(tensors) if self._device.active() else [None] * len(tensors)
 
-    def placement(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> Placement:
+    def device_map(self, image: SlotImage, tensors: Sequence[torch.Tensor]) -> DeviceMap:
         """Return where the tensors of a state lie."""
         devices = self._device.devices_of(tensors) if self._device.active() else []
-        known = self._placements.get(image)
+        known = self._device_maps.get(image)
         if known is not None and known.devices == devices:
             return known
         on_devices = frozenset(n for n, device in enumerate(devices) if device is not None)
@@ -101,7 +101,7 @@ class CopyEngine:
                 if device is not None and chunk.nbytes:
                     boxes.setdefault(device, []).append(n)
         worth = sorted({*image.deferrable, *on_devices}) if on_devices else image.deferrable
-        made = self._placements[image] = Placement(devices, on_devices, worth, boxes)
+        made = self._device_maps[image] = DeviceMap(devices, on_devices, worth, boxes)
         return made
 
     def copy_to_host(self, index: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -130,28 +130,28 @@ class CopyEngine:
                 )
         return buffer.pin is not None and buffer.pin.held
 
-    def snapshot(self, image: SlotImage, placement: Placement) -> DeviceSnapshot | None:
+    def snapshot(self, image: SlotImage, device_map: DeviceMap) -> DeviceSnapshot | None:
         """Return memory on the devices for copies of all tensors that lie there.
 
         Returns:
             None if no tensor lies on a device, or if a device has too little memory, which is logged once.
         """
-        if not placement.on_devices:
+        if not device_map.on_devices:
             return None
         needs: dict[int, Need] = {}
-        for device, boxes in placement.boxes.items():
+        for device, boxes in device_map.boxes.items():
             need = needs[device] = {}
             for target in image.targets(boxes):  # of the dtype and shape of its source
                 need[target.dtype] = need.get(target.dtype, 0) + target.numel()
         buffers = self._allocator.allocate(needs)
-        return None if buffers is None else DeviceSnapshot(placement.on_devices, buffers)
+        return None if buffers is None else DeviceSnapshot(device_map.on_devices, buffers)
 
     def copy(
         self,
         buffer: StagingBuffer,
         image: SlotImage,
         tensors: Sequence[torch.Tensor],
-        placement: Placement,
+        device_map: DeviceMap,
         save_id: SaveId,
         work: tuple[CopyWork, CopyWork],
         replica_windows: Sequence[torch.Tensor] = (),
@@ -166,7 +166,7 @@ class CopyEngine:
             buffer: The memory that is copied into.
             image: The image in it.
             tensors: All tensors of the state, by number; those of the deferred work are detached.
-            placement: Where they lie.
+            device_map: Where they lie.
             save_id: ID of the save.
             work: The immediate and the deferred work, as `SlotImage.split` returns them.
             replica_windows: Flat views of tensors on devices: `Transfer.fetch_replica_windows` returns their bytes.
@@ -183,7 +183,7 @@ class CopyEngine:
             StagingError: Devices take too long.
             RuntimeError: From torch, or from a device. Copies may still run into `buffer`.
         """
-        if not placement.on_devices:
+        if not device_map.on_devices:
             image.fill(tensors, save_id, work[0])
             return work[1], None
         split = self._splits.get(image)
@@ -191,9 +191,9 @@ class CopyEngine:
             split is None
             or split.work[0] is not work[0]
             or split.work[1] is not work[1]
-            or split.placement is not placement
+            or split.device_map is not device_map
         ):
-            split = self._splits[image] = self._split_by_device(image, buffer.mapping.address, placement, work)
+            split = self._splits[image] = self._split_by_device(image, buffer.mapping.address, device_map, work)
         pinned = self.pin(buffer, sorted(split.boxes)) and self._config.use_non_blocking_copy
         sources = list(tensors)
         if overlapped:
@@ -224,10 +224,10 @@ class CopyEngine:
         return [(device, w) for device, w in zip(devices, windows, strict=True) if device is not None]
 
     def _split_by_device(
-        self, image: SlotImage, address: int, placement: Placement, work: tuple[CopyWork, CopyWork]
+        self, image: SlotImage, address: int, device_map: DeviceMap, work: tuple[CopyWork, CopyWork]
     ) -> _DeviceSplit:
         self._splits.pop(image, None)  # frees the old split's buffers on devices before new ones are allocated
-        numbers, device_indices = [box.number for box in image.plan.boxes], placement.devices
+        numbers, device_indices = [box.number for box in image.plan.boxes], device_map.devices
         host: list[CopyWork] = []
         by_device: dict[int, tuple[list[int], list[int]]] = {}
         for which, some in enumerate(work):
@@ -245,4 +245,4 @@ class CopyEngine:
             for index, parts in sorted(by_device.items())
         }
         undetached = sorted({numbers[n] for parts in by_device.values() for n in parts[0]})
-        return _DeviceSplit(placement, work, (host[0], host[1]), boxes, undetached)
+        return _DeviceSplit(device_map, work, (host[0], host[1]), boxes, undetached)

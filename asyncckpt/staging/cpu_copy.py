@@ -66,13 +66,11 @@ def cut_out(tensor: torch.Tensor, box: TensorBox) -> torch.Tensor:
     return tensor
 
 
-def is_special(dtype: torch.dtype) -> bool:
-    """Whether `copyable` changes tensors of this dtype."""
-    return dtype in _COPIED_AS
+def integer_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or a view of it as integers if some torch versions have no batched copy kernel for its dtype.
 
-
-def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a view of it as integers if some torch versions have no copy kernel for its dtype."""
+    `torch_tensors.copyable`, for copies of one tensor, views only dtypes that no version of torch copies.
+    """
     integer = _COPIED_AS.get(tensor.dtype)
     return tensor if integer is None else tensor.view(integer)
 
@@ -157,7 +155,7 @@ class SlotImage:
             bases.append(torch.frombuffer((ctypes.c_char * part.padded_nbytes).from_address(start), dtype=torch.uint8))
         chunks, shapes = plan.layout.chunks, plan.signature[1]
         self._targets = [  # detached, so that they do not keep their base tensors: that halves the memory of a view
-            copyable(bases[c.part].narrow(0, c.offset_bytes, c.nbytes).view(shapes[n][0]).view(c.sizes)).detach()
+            integer_view(bases[c.part].narrow(0, c.offset_bytes, c.nbytes).view(shapes[n][0]).view(c.sizes)).detach()
             for c, (n, _, _) in zip(chunks, plan.boxes, strict=True)
         ]
         self._numbers = [b.number for b in plan.boxes]
@@ -173,7 +171,7 @@ class SlotImage:
         for c, b in zip(chunks, plan.boxes, strict=True):
             sizes[b.number] = sizes.get(b.number, 0) + c.nbytes
         self.deferrable = [number for number, nbytes in sizes.items() if nbytes >= MIN_DEFERRED_NBYTES]
-        self._has_special = any(is_special(dtype) for dtype, _ in plan.signature[1])
+        self._has_integer_views = any(dtype in _COPIED_AS for dtype, _ in plan.signature[1])
         self.body_end = PAGE_NBYTES + plan.body_nbytes
         self._address = address
         self.lay_out()
@@ -227,7 +225,7 @@ class SlotImage:
                 found = [
                     cut_out(t, self._partial[n]) if n in self._partial else t for n, t in zip(boxes, found, strict=True)
                 ]
-            return [copyable(t) for t in found] if self._has_special else found
+            return [integer_view(t) for t in found] if self._has_integer_views else found
 
     def fill(self, tensors: Sequence[torch.Tensor], save_id: SaveId, work: CopyWork | None = None) -> None:
         """Copy `tensors`, by number, and write `save_id` into the headers. Blocks until the copies are done.
@@ -240,13 +238,17 @@ class SlotImage:
         Raises:
             RuntimeError: From torch, when a tensor cannot be copied.
         """
-        mark = save_id_bytes(save_id)
+        id_bytes = save_id_bytes(save_id)
         for address in self._headers:
-            ctypes.memmove(address, mark, SAVE_ID_NBYTES)
+            ctypes.memmove(address, id_bytes, SAVE_ID_NBYTES)
         self.copy(tensors, self._all if work is None else work)
 
     def copy(
-        self, tensors: Sequence[torch.Tensor], work: CopyWork, fault_safe: bool = False, mark: Watermark | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        work: CopyWork,
+        fault_safe: bool = False,
+        watermark: Watermark | None = None,
     ) -> None:
         """Copy the boxes of `work` out of `tensors`, by number. Blocks until that is done.
 
@@ -254,7 +256,7 @@ class SlotImage:
             tensors: All tensors of the state.
             work: The boxes to copy.
             fault_safe: Raise OSError, not SIGSEGV, if the memory of a tensor is unmapped meanwhile.
-            mark: Gets the address of each piece once it is copied; with it, pieces are copied in the files' order.
+            watermark: Gets the address of each piece once it is copied; with it, pieces are copied in the files' order.
 
         Raises:
             RuntimeError: torch cannot copy a tensor.
@@ -273,22 +275,23 @@ class SlotImage:
                         size = min(PIECE_NBYTES, nbytes - at)
                         self._queue.append((target + at, source + at, size))
                         unmarked += size
-                        if mark is None and unmarked >= MARK_NBYTES:
+                        if watermark is None and unmarked >= MARK_NBYTES:
                             unmarked = self.progress.mark(self._queue, unmarked)
                 else:
                     others.append(n)
-            late = [target.data_ptr() for target in self.targets(others) if target.numel()] if mark is not None else []
-            if mark is not None:
+            late: list[int] = []  # addresses of what torch copies
+            if watermark is not None:
+                late = [target.data_ptr() for target in self.targets(others) if target.numel()]
                 in_order = sorted(self._queue)
                 self._queue.clear()
                 self._queue.extend(in_order)
-                mark.expect([*(target for target, _, _ in in_order), *late])
-                self._queue.on_copied = mark.done
+                watermark.expect([*(target for target, _, _ in in_order), *late])
+                self._queue.on_copied = watermark.done
             self._start_threads(fault_safe)
-            self._copy_by_torch(tensors, others, helped=not fault_safe and mark is None)
+            self._copy_by_torch(tensors, others, helped=not fault_safe and watermark is None)
             for address in late:
-                assert mark is not None
-                mark.done(address)
+                assert watermark is not None
+                watermark.done(address)
             copy_all(self._queue, fault_safe)
         except BaseException:
             # IMPORTANT: an interrupt may come before `settle` knows of a thread: that thread must find nothing to copy.

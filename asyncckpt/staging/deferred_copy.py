@@ -73,8 +73,8 @@ class DeferredCopy:
         transfer: The copies by devices, which have been started, and are enqueued here; None: there are none.
         seal: Seals the slot.
         roll_back_save: Withdraws the save, so that its slot is free, and returns the error for its futures.
-        transfer_cleanup: Called when this object, not `save()`, becomes responsible for rolling the save back.
-        reclaim_cleanup: Undoes `transfer_cleanup`; may be called without it.
+        take_over_rollback: Called when this object, not `save()`, becomes responsible for rolling the save back.
+        give_back_rollback: Makes `save()` responsible again; may be called without `take_over_rollback`.
         seconds: Durations of the save in seconds; those of this copy are added to "copy" and "seal".
 
     Attributes:
@@ -90,11 +90,11 @@ class DeferredCopy:
         *,
         seal: Callable[[], None],
         roll_back_save: Callable[[BaseException], AsyncCkptError],
-        transfer_cleanup: Callable[[], None],
-        reclaim_cleanup: Callable[[], None],
+        take_over_rollback: Callable[[], None],
+        give_back_rollback: Callable[[], None],
         seconds: dict[str, float],
     ) -> None:
-        self.transfer_cleanup, self.reclaim_cleanup = transfer_cleanup, reclaim_cleanup
+        self.take_over_rollback, self.give_back_rollback = take_over_rollback, give_back_rollback
         self._seal, self._roll_back_save = seal, roll_back_save
         self._work: tuple[CopyJob, MutationCheck] | None = (job, check)
         self._seconds = seconds
@@ -195,7 +195,7 @@ class DeferredCopy:
             _log.exception("the callback at the end of a copy behind the training failed")
             interrupt = interrupt if isinstance(caught, Exception) else caught
         finally:  # break the reference cycle: they refer to the save, which refers to this object
-            self._seal = self.transfer_cleanup = self.reclaim_cleanup = _nothing
+            self._seal = self.take_over_rollback = self.give_back_rollback = _nothing
             self.on_end = lambda error: None
             del self._roll_back_save
         return interrupt
@@ -295,13 +295,13 @@ class BackgroundCopier:
         """
         copy.staged, copy.on_end = staged, on_end
         try:
-            copy.transfer_cleanup()
+            copy.take_over_rollback()
             self._enqueue(copy)
         except BaseException as error:  # an interrupt
             if copy in self._copies:
                 copy.cancel(error)
             elif not copy.ended:
-                copy.reclaim_cleanup()
+                copy.give_back_rollback()
             raise
 
     def _enqueue(self, copy: DeferredCopy) -> None:

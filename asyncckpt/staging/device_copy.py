@@ -21,7 +21,7 @@ from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import StagingError
 from asyncckpt.staging import pinned_memory
-from asyncckpt.staging.cpu_copy import SlotImage, copyable
+from asyncckpt.staging.cpu_copy import SlotImage, integer_view
 from asyncckpt.staging.device import Device, Event
 from asyncckpt.staging.device_snapshot import DeviceSnapshot, copy_into
 
@@ -184,7 +184,7 @@ class DeviceBoxes:
                 key = (batch.lap, dtype)
                 if key not in fills:
                     lap.fills.append(fills.setdefault(key, ([], [])))
-                fills[key][0].append(copyable(whole))
+                fills[key][0].append(integer_view(whole))
                 fills[key][1].append(position)
                 position += 1
             for a, b in cuts_of(batch.start, batch.end - batch.start, pinned_memory.PIECE_NBYTES):

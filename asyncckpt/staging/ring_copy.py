@@ -21,7 +21,7 @@ from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import MIN_RING_SEGMENTS, RING_UNIT_NBYTES, PartRange
 from asyncckpt.staging.copy_engine import CopyEngine
-from asyncckpt.staging.cpu_copy import copyable, cut_out, nbytes_before, runs
+from asyncckpt.staging.cpu_copy import cut_out, integer_view, nbytes_before, runs
 from asyncckpt.staging.memcopy import fault_safe_copy
 
 SEGMENT_NBYTES = 16 << 20
@@ -201,8 +201,8 @@ class RingImage:
         for run in runs(source, piece.start // itemsize, piece.end // itemsize):
             nbytes = run.numel() * itemsize
             memory = torch.frombuffer((ctypes.c_char * nbytes).from_address(at), dtype=torch.uint8)
-            pairs[0].append(copyable(memory.view(run.dtype).view(run.shape)))
-            pairs[1].append(copyable(run))
+            pairs[0].append(integer_view(memory.view(run.dtype).view(run.shape)))
+            pairs[1].append(integer_view(run))
             at += nbytes
 
 

@@ -27,8 +27,8 @@ from asyncckpt.memory.streaming import StreamLayout
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest, encode_request
-from asyncckpt.staging.copy_engine import CopyEngine, Placement
-from asyncckpt.staging.cpu_copy import CopyWork, SlotImage, copyable
+from asyncckpt.staging.copy_engine import CopyEngine, DeviceMap
+from asyncckpt.staging.cpu_copy import CopyWork, SlotImage, integer_view
 from asyncckpt.staging.deferred_copy import CopyJob
 from asyncckpt.staging.device_copy import Transfer
 from asyncckpt.staging.device_snapshot import DeviceSnapshot
@@ -194,8 +194,8 @@ class FullSlotCopier:
         Blocks: for the copy of what is not deferred.
         """
         image = image_of(slot, plan)
-        placement = self._engine.placement(image, flat.tensors)
-        deferred, owners, snapshot = self._choose_deferred(image, flat.tensors, placement)
+        device_map = self._engine.device_map(image, flat.tensors)
+        deferred, owners, snapshot = self._choose_deferred(image, flat.tensors, device_map)
         checked = deferred if snapshot is None else deferred - snapshot.numbers
         with torch.no_grad():  # IMPORTANT: detached, so that `parameter.data = other` does not free copied memory
             for n in checked:  # of the others, which are copied on their device first, `Transfer` holds the memory
@@ -210,13 +210,13 @@ class FullSlotCopier:
             if self._config.overlap_check == "hash":
                 check.digest([Source(*pair) for pair in image.pairs(flat.tensors, boxes)])
             else:
-                torn_check_windows = self._sample(check, image, flat.tensors, placement, boxes)
+                torn_check_windows = self._sample(check, image, flat.tensors, device_map, boxes)
         replica_windows = [window for _, window in report.samples.device_windows]
         host_work, transfer = self._engine.copy(
             slot,
             image,
             flat.tensors,
-            placement,
+            device_map,
             save_id,
             work,
             replica_windows,
@@ -227,14 +227,14 @@ class FullSlotCopier:
         seal: Callable[[], None] = partial(slot.memory.control.seal, required.request, image.body_end)
         if replica_windows and transfer is not None:
             seal = partial(seal_with, slot, image.body_end, required.asked, report.samples, transfer)
-        mark: Watermark | None = None
+        watermark: Watermark | None = None
         # Not with copies by devices: the watermark does not count them, and the request may lack their samples.
         if deferred and transfer is None and should_stream(sum(box.nbytes for box in host_work.large)):
             stream = SlotStream(
                 self._client, slot, required.request, image.body_end, save_id=save_id, step=step, path=path
             )
-            mark, seal = _watermark(image, slot, stream), stream.finish
-        job = HostCopy(image, flat.tensors, host_work, mark)
+            watermark, seal = _watermark(image, slot, stream), stream.finish
+        job = HostCopy(image, flat.tensors, host_work, watermark)
         return StartedCopy(job, bool(deferred), check, seal, transfer)
 
     def _sample(
@@ -242,7 +242,7 @@ class FullSlotCopier:
         check: MutationCheck,
         image: SlotImage,
         tensors: Sequence[torch.Tensor],
-        placement: Placement,
+        device_map: DeviceMap,
         boxes: Sequence[int],
     ) -> list[torch.Tensor]:
         """Read windows of the boxes that are copied from host memory; return those of boxes copied from devices.
@@ -251,10 +251,10 @@ class FullSlotCopier:
         """
         sampling_round = self._rounds.next(image.plan)
         on_host, on_devices = boxes, list[int]()
-        if placement.on_devices:
+        if device_map.on_devices:
             located = list(zip(boxes, image.numbers(boxes), strict=True))
-            on_host = [n for n, number in located if number not in placement.on_devices]
-            on_devices = [n for n, number in located if number in placement.on_devices]
+            on_host = [n for n, number in located if number not in device_map.on_devices]
+            on_devices = [n for n, number in located if number in device_map.on_devices]
 
         def sources_of(some: Sequence[int]) -> list[Source]:
             return list(map(Source._make, image.pairs(tensors, some)))
@@ -264,11 +264,11 @@ class FullSlotCopier:
         return check.sample_devices([one for one in chosen if one[0].tensor.is_contiguous()])
 
     def _choose_deferred(
-        self, image: SlotImage, tensors: Sequence[torch.Tensor], placement: Placement
+        self, image: SlotImage, tensors: Sequence[torch.Tensor], device_map: DeviceMap
     ) -> tuple[frozenset[int], list[torch.Tensor], DeviceSnapshot | None]:
         """Return what is deferred and its owners, as `Overlap.choose_deferred`; and the snapshot on devices."""
-        among = placement.worth_deferring
-        snapshot = self._engine.snapshot(image, placement) if self._config.staging == "device" else None
+        among = device_map.worth_deferring
+        snapshot = self._engine.snapshot(image, device_map) if self._config.staging == "device" else None
         if snapshot is not None:  # what it holds may be changed by anybody
             among = [n for n in among if n not in snapshot.numbers]
         deferred, owners = self._overlap.choose_deferred(tensors, among)
@@ -362,7 +362,7 @@ class RingCopier:
             copied = list(tensors)
             for n in others:
                 source = tensors[n].detach()
-                clone = copyable(source).clone(memory_format=torch.contiguous_format)
+                clone = integer_view(source).clone(memory_format=torch.contiguous_format)
                 copied[n] = clone.view(source.dtype)
         return deferred, owners, copied
 
@@ -402,13 +402,14 @@ class HostCopy:
         image: The image in the slot.
         tensors: All tensors of the state, by number.
         work: The boxes that are left to copy.
-        mark: Tells the worker how far the slot is filled; None: the worker writes once the slot is sealed.
+        watermark: Tells the worker how far the slot is filled; None: the worker writes once the slot is sealed.
     """
 
     def __init__(
-        self, image: SlotImage, tensors: Sequence[torch.Tensor], work: CopyWork, mark: Watermark | None
+        self, image: SlotImage, tensors: Sequence[torch.Tensor], work: CopyWork, watermark: Watermark | None
     ) -> None:
-        self._image, self._tensors, self._work, self._mark = image, tensors, work, mark
+        self._image, self._tensors = image, tensors
+        self._work, self._watermark = work, watermark
 
     @property
     def has_work(self) -> bool:
@@ -417,7 +418,7 @@ class HostCopy:
 
     def run(self, fault_safe: bool = False) -> None:
         """See `CopyJob`."""
-        self._image.copy(self._tensors, self._work, fault_safe, self._mark)
+        self._image.copy(self._tensors, self._work, fault_safe, self._watermark)
 
     def cancel(self) -> None:
         """See `CopyJob`."""

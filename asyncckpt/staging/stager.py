@@ -172,8 +172,8 @@ class SlotStager(CheckpointStager):
             started.transfer,
             seal=started.seal,
             roll_back_save=lambda error: self._roll_back(save_id, error, step, path),
-            transfer_cleanup=partial(self._process.handled.append, save_id.sequence),
-            reclaim_cleanup=partial(self._reclaim_cleanup, save_id.sequence),
+            take_over_rollback=partial(self._process.handled.append, save_id.sequence),
+            give_back_rollback=partial(self._give_back_rollback, save_id.sequence),
             seconds=seconds,
         )
         return StagedSnapshot(
@@ -205,9 +205,9 @@ class SlotStager(CheckpointStager):
         found.__cause__ = error
         return found
 
-    def _reclaim_cleanup(self, sequence: int) -> None:
+    def _give_back_rollback(self, sequence: int) -> None:
         """Let `save()`, not the copier, roll this save back."""
-        with contextlib.suppress(ValueError):  # `transfer_cleanup` was not called
+        with contextlib.suppress(ValueError):  # `take_over_rollback` was not called
             self._process.handled.remove(sequence)
 
     def prepare(self, state_dict: Mapping[str, Any], *, refused: AsyncCkptError | None = None) -> None:
@@ -321,7 +321,7 @@ class SlotStager(CheckpointStager):
                 self._process.connect()
                 connected = time.monotonic()
             elif left_s <= step_s:
-                raise _not_ended(save_id, awaited, ranks.window, config, step=step, path=path)
+                raise _not_ended(save_id, awaited, ranks.max_in_flight, config, step=step, path=path)
 
     def close(self) -> None:
         """Cancel copies that still run, and remove the hooks. The slots belong to `process`."""
@@ -329,13 +329,13 @@ class SlotStager(CheckpointStager):
 
 
 def _not_ended(
-    save_id: SaveId, awaited: int, window: int, config: CheckpointerConfig, *, step: int, path: str
+    save_id: SaveId, awaited: int, max_in_flight: int, config: CheckpointerConfig, *, step: int, path: str
 ) -> AsyncCkptError:
     """Return the error, as `on_busy` says, of a save that cannot begin before an earlier one has ended."""
     what, facts = describe_save(save_id, step), {"save_id": str(save_id), "step": step, "path": path}
     busy = (
-        f"{what} was not saved: save {awaited} of this run has not ended on all ranks, and at most {window} saves (the "
-        "smallest `slots` of all ranks) may be in flight"
+        f"{what} was not saved: save {awaited} of this run has not ended on all ranks, and at most {max_in_flight} "
+        "saves (the smallest `slots` of all ranks) may be in flight"
     )
     if config.on_busy == "skip":
         return SaveSkippedError(busy, **facts)

@@ -148,7 +148,7 @@ class Flattened:
         allow_pickle: Whether objects of any type may be stored.
         shards: By tensor number, the tensors of which this process holds parts.
         n_numbers: Number of tensor numbers.
-        types: Of a result of `flatten`, by full name, the types that `components.compose` needs.
+        types: Of a result of `flatten`, by full name, the types that `composite_tensors.compose` needs.
     """
 
     __slots__ = ("allow_pickle", "n_numbers", "objects", "shards", "tensors", "tree", "types")

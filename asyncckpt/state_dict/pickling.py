@@ -3,7 +3,7 @@
 DANGER: unpickling can run any code. Whoever can write into a checkpoint's directory can run code in every process that
 loads it with `allow_pickle=True`. Nothing else in asyncckpt runs code from a pickle: not the worker, not `ls`,
 `inspect` or `verify`, not a load without that argument. Pickles of other formats are read as data
-(`interop.sources.unpickler`), and `dcp.leaf_values` reads the bytes that stock planners made in this process with
+(`interop.sources.unpickler`), and `dcp.write_plan` reads the bytes that stock planners made in this process with
 `torch.load(weights_only=True)`.
 """
 

@@ -27,19 +27,19 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-def _wrapper_attribute(module: torch.nn.Module) -> str | None:
-    """Return the attribute of a wrapper that holds the wrapped module; None for any other module."""
-    if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+def _wrapper_attribute(value: Any) -> str | None:
+    """Return the attribute of a wrapper that holds the wrapped module; None for any other value."""
+    if isinstance(value, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
         return "module"
     compiled = sys.modules.get("torch._dynamo.eval_frame")  # no module is compiled unless it is imported
-    return "_orig_mod" if compiled is not None and isinstance(module, compiled.OptimizedModule) else None
+    return "_orig_mod" if compiled is not None and isinstance(value, compiled.OptimizedModule) else None
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the bare module."""
-    while (attribute := _wrapper_attribute(module)) is not None:
-        module = getattr(module, attribute)
-    return module
+def unwrapped(value: Any) -> Any:
+    """Return the bare module of a wrapped one; any other value as it is."""
+    while (attribute := _wrapper_attribute(value)) is not None:
+        value = getattr(value, attribute)
+    return value
 
 
 class BareNames:

@@ -186,7 +186,7 @@ class _Walk:
                 raise _Mismatch
             if local.numel() and not address_of(local):
                 raise _Mismatch
-            self._same_or_new(number, leaf, [local], (local.data_ptr(), local.stride()) if local.numel() else None)
+            self._same_or_new(number, [local], (local.data_ptr(), local.stride()) if local.numel() else None)
             return
         describe = describer_of(type(value))
         found = None if describe is None else self._described(describe, value)
@@ -200,9 +200,9 @@ class _Walk:
             sources = sources_of(found)
         except AsyncCkptError:
             raise _Mismatch from None
-        self._same_or_new(number, leaf, sources, None)
+        self._same_or_new(number, sources, None)
 
-    def _same_or_new(self, number: int, leaf: ShardLeaf, sources: list[torch.Tensor], key: Any) -> None:
+    def _same_or_new(self, number: int, sources: list[torch.Tensor], key: Any) -> None:
         known = len(self.tensors)
         if number < known:
             if sources[0] is not self.tensors[number] and (

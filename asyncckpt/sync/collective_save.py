@@ -62,14 +62,12 @@ def save_collectively(
     meeting, state_dicts = steps.ranks.meet_next(save.series, SAVE, save), StateDictCache()
     try:
         save_id = _agree(steps, meeting, state_dict, state_dicts, path, kw["step"], given)
-        mine: list[tuple[SaveRequest, RankResult]] = []
         try:
-            results = _store(steps, meeting, state_dict, state_dicts, save_id, path, kw, extra, mine)
+            request, result, results = _write_all(steps, meeting, state_dict, state_dicts, save_id, path, kw, extra)
         except Exception:
             if rank == 0:  # no rank still writes: each has reported the end of its part
                 steps.remove(path, save_id)
             raise
-        request, result = mine[0]
         _publish(steps, meeting, save_id, request, results)
         return save_id, result
     finally:
@@ -190,7 +188,7 @@ def _meet(steps: LocalSave, meeting: Meeting, flatten: Callable[[], Flattened]) 
         raise
 
 
-def _store(
+def _write_all(
     steps: LocalSave,
     meeting: Meeting,
     state_dict: Mapping[str, Any],
@@ -199,27 +197,30 @@ def _store(
     path: str,
     kw: Mapping[str, Any],
     extra: Mapping[str, Any],
-    mine: list[tuple[SaveRequest, RankResult]],
-) -> list[RankResult]:
-    """Write every rank's files, run the hooks, and compare replicas; return what all ranks wrote."""
+) -> tuple[SaveRequest, RankResult, list[RankResult]]:
+    """Write every rank's files, run the hooks, and compare replicas.
 
+    Returns:
+        This rank's request, what this rank wrote, and what all ranks wrote.
+    """
     rank = steps.ranks.rank.rank
+    own: list[tuple[SaveRequest, RankResult]] = []
 
-    def store() -> dict[str, Any]:
+    def write() -> dict[str, Any]:
         with gc_paused():
             plan, flat = steps.plans.plan_for(state_dict, state_dicts)
-        request, result = steps.store(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, kw)
-        mine.append((request, result))
+        request, result = steps.write_files(plan, flat, encode_leaves(flat, steps.config.layout), save_id, path, kw)
+        own.append((request, result))
         steps.ask_hook(path, save_id, kw["step"], extra)
         samples = sample_digests(plan, flat, save_id.sequence).encode() if steps.config.replicated == "check" else b""
         result = replace(result, tally=tally_of(plan.structure, rank, seed_of(save_id)))
         return {"result": asdict(result), "structure": plan.structure, "samples": samples}
 
-    stored = _together(meeting, store, steps.config.commit_timeout_s)
-    differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(stored)})
-    results = [_result_of(found["result"]) for found in stored]
+    written = _together(meeting, write, steps.config.commit_timeout_s)
+    differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(written)})
+    results = [_result_of(found["result"]) for found in written]
     tallies = [result.tally for result in results if result.tally is not None]
-    holes = uncovered([found["structure"] for found in stored], tallies, seed=seed_of(save_id))
+    holes = uncovered([found["structure"] for found in written], tallies, seed=seed_of(save_id))
     if differing or holes:  # all ranks have found the same, and store these per rank, so that the next save works
         whole = {found[0] for found in differing if not BOX.search(found[0])}
         steps.ranks.store_per_rank(sorted(whole | {found[0] for found in holes}))
@@ -235,7 +236,7 @@ def _store(
         )
     if holes:
         raise hole_error(holes, save_id, path)
-    return results
+    return *own[0], results
 
 
 BOX = re.compile(r" \[[0-9:,]*\]\Z")

@@ -109,7 +109,7 @@ class LocalSave:
         """Return the epoch of a save to `path`."""
         return self._epochs.epoch_for(path, run)
 
-    def store(
+    def write_files(
         self, plan: SavePlan, flat: Flattened, leaves: list[Any], save_id: SaveId, path: str, kw: Mapping[str, Any]
     ) -> tuple[SaveRequest, RankResult]:
         """Stage and write this rank's files; `kw`: `step` and `metadata`.
@@ -119,7 +119,7 @@ class LocalSave:
 
         Raises:
             StagingError: torch could not copy a tensor.
-            InsufficientMemoryError, SaveFailedError, CheckpointExistsError: As `write`.
+            InsufficientMemoryError, SaveFailedError, CheckpointExistsError: As `SyncWriter.write`.
         """
         began, step = time.perf_counter(), kw["step"]
         with self.failures(save_id, path, step):
@@ -132,9 +132,9 @@ class LocalSave:
             )
             buffer, image = self._image_for(plan)
             try:
-                placement = self._engine.placement(image, flat.tensors)
+                device_map = self._engine.device_map(image, flat.tensors)
                 work = image.split(frozenset())
-                self._engine.copy(buffer, image, flat.tensors, placement, save_id, work, overlapped=False)
+                self._engine.copy(buffer, image, flat.tensors, device_map, save_id, work, overlapped=False)
             except BaseException as error:
                 buffer.settle()
                 if isinstance(error, AsyncCkptError) or not isinstance(error, RuntimeError):

@@ -75,7 +75,7 @@ class SyncWriter(CheckpointWriter):
         with self._steps.failures(save_id, path, kw["step"]):
             save_id = save_id.with_parts(epoch=self._steps.epoch_for(path, save_id.run_id))
         try:
-            request, result = self._steps.store(plan, flat, leaves, save_id, path, kw)
+            request, result = self._steps.write_files(plan, flat, leaves, save_id, path, kw)
             self._steps.ask_hook(path, save_id, kw["step"], extra)
             with self._steps.failures(save_id, path, kw["step"]):
                 self._steps.publish(request, [result])

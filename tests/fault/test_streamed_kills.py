@@ -1,8 +1,8 @@
 """SIGKILL of trainer, worker or both at random instants, while snapshots are written as they are staged.
 
-Some lie whole in their slots, some go through a window (docs/adr/0036 and 0027). Promises P3 to P6: what was reported
+Some lie whole in their slots, some go through a ring (docs/adr/0036 and 0027). Promises P3 to P6: what was reported
 written is there bit for bit; what a trainer had sealed is there when only it died; the saves of a trainer whose worker
-died are all committed, but for at most one that went through a window at each death, which ends with `stream_lost`;
+died are all committed, but for at most one that went through a ring at each death, which ends with `stream_lost`;
 what is offered from memory is what was saved; whatever else is listed is whole.
 """
 
@@ -127,9 +127,9 @@ def test_kills_while_a_snapshot_is_written_as_it_is_staged_lose_nothing_that_was
             lost = lost_in(log)
             assert said["end"] and said["W"] | lost == set(range(first, first + saves)), what
             deaths = 2 if kind == "workers" else 1
-            # With keep_in_memory="latest" a window gets half of the limit: the next save fills another one beside it.
-            windows = 2 if order["fields"]["keep_in_memory"] == "latest" else 1
-            assert len(lost) <= (deaths * windows if "arena_limit_bytes" in order["fields"] else 0), what
+            # With keep_in_memory="latest" a ring gets half of the limit: the next save fills another one beside it.
+            rings = 2 if order["fields"]["keep_in_memory"] == "latest" else 1
+            assert len(lost) <= (deaths * rings if "arena_limit_bytes" in order["fields"] else 0), what
             counts["lost"] += len(lost)
         found = settled(served, root)
         must = said["W"] | (said["S"] if kind == "trainer" else set())

@@ -43,13 +43,13 @@ def writes_late(rank: int, root: str, commit_timeout_s: float) -> str:
         object.__setattr__(checkpointer.config, "commit_timeout_s", commit_timeout_s)
         if rank == 1:
             steps: Any = checkpointer._writer._steps  # type: ignore[attr-defined]
-            store = steps.store
+            write_files = steps.write_files
 
             def late(*arguments: Any) -> Any:
                 rank_processes.talk().hear()
-                return store(*arguments)
+                return write_files(*arguments)
 
-            steps.store = late
+            steps.write_files = late
         try:
             checkpointer.save({"w": torch.ones(3)}, f"{root}/late")
         except (PlanTimeoutError, SaveFailedError) as error:

@@ -15,7 +15,7 @@ import rank_processes
 import torch
 
 import asyncckpt
-from asyncckpt.dcp.direct_save import MIN_THREADS
+from asyncckpt.dcp.in_process_save import MIN_THREADS
 
 pytest.importorskip("numpy")
 pytestmark = pytest.mark.skipif(

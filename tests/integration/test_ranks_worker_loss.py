@@ -1,4 +1,4 @@
-"""Ranks whose workers die: others take over, and the same saves end well; windows that are lost end on all ranks."""
+"""Ranks whose workers die: others take over, and the same saves end well; rings that are lost end on all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOAK = pytest.mark.soak
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return what the ranks split: 6 MB each, more than 20 segments of a window."""
+    """Return what the ranks split: 6 MB each, more than 20 segments of a ring."""
     generator = torch.Generator().manual_seed(step)
     return {"large": torch.randn(6000, 500, generator=generator), "step": step}
 
@@ -235,13 +235,13 @@ def test_a_follower_whose_memory_is_not_handed_on_ends_the_save_on_the_other_ran
         goes_on(ranks, tmp_path)
 
 
-# ---- and windows: states that are larger than the memory for them
+# ---- and rings: states that are larger than the memory for them
 
-WINDOW: dict[str, Any] = {"arena_limit_bytes": 2_000_000, "staging": "blocking"}
+RING: dict[str, Any] = {"arena_limit_bytes": 2_000_000, "staging": "blocking"}
 
 
 def stop_both(ranks: rank_processes.Ranks, root: pathlib.Path) -> None:
-    """Save once, and let both ranks fill a part of their windows in a second save."""
+    """Save once, and let both ranks fill a part of their rings in a second save."""
     begin(ranks, 1)
     ends(ranks, root, 1)
     for rank in (0, 1):
@@ -266,7 +266,7 @@ def assert_lost(root: pathlib.Path, step: int) -> None:
 def test_a_worker_of_several_nodes_that_dies_while_windows_are_filled_ends_the_save_on_all_ranks(
     dies: list[int], fields: dict[str, Any], places: Places, workers: list[RealWorker], tmp_path: pathlib.Path
 ) -> None:
-    with rank_processes.running(2, saves_when_told, places, str(tmp_path), {**WINDOW, **fields}) as ranks:
+    with rank_processes.running(2, saves_when_told, places, str(tmp_path), {**RING, **fields}) as ranks:
         stop_both(ranks, tmp_path)
         for n in dies:
             workers[n].kill()
@@ -288,7 +288,7 @@ def test_a_worker_of_several_nodes_that_dies_while_windows_are_filled_ends_the_s
 def test_a_trainer_that_is_killed_while_its_window_is_filled_ends_the_save_and_leaves_nothing(
     dies: int, fields: dict[str, Any], places: Places, workers: list[RealWorker], tmp_path: pathlib.Path
 ) -> None:
-    with rank_processes.running(2, saves_when_told, places, str(tmp_path), {**WINDOW, **fields}) as ranks:
+    with rank_processes.running(2, saves_when_told, places, str(tmp_path), {**RING, **fields}) as ranks:
         stop_both(ranks, tmp_path)
         ranks.kill(dies)
         ranks.send(1 - dies, "go on")

@@ -1,4 +1,4 @@
-"""SIGKILL of the worker while a state goes through a window: the save ends by a typed error, the next one works."""
+"""SIGKILL of the worker while a state goes through a ring: the save ends by a typed error, the next one works."""
 
 from __future__ import annotations
 

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+from asyncckpt.basics.gc_control import gc_paused
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.format.coverage import Tally, no_collections, seed_of, tally_of, uncovered
+from asyncckpt.format.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.heap import LARGE_NBYTES, trim_heap
@@ -48,7 +49,7 @@ class Prover:
             known = self._decoded.get(key)
         if known is not None:
             return known
-        with no_collections():  # a garbage collection would take CPU time from the training
+        with gc_paused():  # a garbage collection would take CPU time from the training
             decode_structure(request.structure)
             tally = tally_of(request.structure, request.rank, seed)
         with self._lock:

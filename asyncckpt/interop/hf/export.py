@@ -30,13 +30,14 @@ from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, 
 from asyncckpt.interop.copy_pipeline import Progress
 from asyncckpt.interop.hf.architectures import HUB_RULES
 from asyncckpt.interop.hf.config_files import ConfigFiles
-from asyncckpt.interop.hf.model_outline import ModelOutline, is_model, outline_of_model, unwrapped
+from asyncckpt.interop.hf.model_outline import ModelOutline, is_model, outline_of_model
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules, listed_lines
+from asyncckpt.interop.outline import KeyMap, Outline, pruned, renamer
 from asyncckpt.interop.publish import check_not_nested, check_place, remove, temporary_path
-from asyncckpt.interop.selection import KeyMap, Outline, pruned, renamer
 from asyncckpt.loading.fetch import thread_count
 from asyncckpt.loading.key_selection import key_list
+from asyncckpt.state_dict.stateful import unwrapped
 from asyncckpt.storage.files import Files, conversion_failure
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.sync_checkpointer import SyncCheckpointer

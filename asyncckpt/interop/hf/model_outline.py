@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOutline:
@@ -37,17 +34,6 @@ def outline_of_model(model: Any) -> ModelOutline:
 def is_model(value: Any) -> bool:
     """Return whether a value is a model: it has `state_dict()` and `named_parameters()`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "named_parameters", None))
-
-
-def unwrapped(value: Any) -> Any:
-    """Return the model that `torch.compile` or `DistributedDataParallel` has wrapped; anything else as it is."""
-    while True:
-        if isinstance(value, DistributedDataParallel):
-            value = value.module
-        elif isinstance(value, torch.nn.Module) and "_orig_mod" in value._modules:
-            value = value._modules["_orig_mod"]
-        else:
-            return value
 
 
 def _tied_names(model: Any) -> dict[str, str]:

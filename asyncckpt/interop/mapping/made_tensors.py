@@ -14,7 +14,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, in elements."""
 
 
-class Part(NamedTuple):
+class MappedBox(NamedTuple):
     """A box of a saved tensor that is a box of a made tensor.
 
     All boxes have the dimensions of the stacked tensor of the two: where the other tensor lacks the stacked dimension,
@@ -61,31 +61,31 @@ class MadeTensor(NamedTuple):
         dtype: Name of its dtype; elements are cast if the saved ones have another dtype.
         global_shape: Its shape in elements.
         wide_shape: The same with the stacked dimension, of size 1, if it lacks that.
-        parts: Boxes that hold each element once.
+        boxes: Boxes that hold each element once.
     """
 
     fqn: str
     dtype: str
     global_shape: tuple[int, ...]
     wide_shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    boxes: tuple[MappedBox, ...]
 
     def sources_of(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[SourceBox]:
         """Yield the boxes of saved tensors that hold a box of this tensor, in the dimensions of `wide_shape`."""
-        for part in self.parts:
-            low = tuple(map(max, offsets, part.offsets))
-            end = tuple(min(o + n, p + m) for o, n, p, m in zip(offsets, sizes, part.offsets, part.sizes, strict=True))
+        for box in self.boxes:
+            low = tuple(map(max, offsets, box.offsets))
+            end = tuple(min(o + n, p + m) for o, n, p, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True))
             if any(e <= at for at, e in zip(low, end, strict=True)):
                 continue
-            source = [at - p + s for at, p, s in zip(low, part.offsets, part.source_offsets, strict=True)]
-            if part.lacks is not None:
-                del source[part.lacks]
+            source = [at - p + s for at, p, s in zip(low, box.offsets, box.source_offsets, strict=True)]
+            if box.lacks is not None:
+                del source[box.lacks]
             yield SourceBox(
-                part.saved,
+                box.saved,
                 tuple(source),
                 tuple(at - o for at, o in zip(low, offsets, strict=True)),
                 tuple(e - at for at, e in zip(low, end, strict=True)),
-                part.lacks,
+                box.lacks,
             )
 
 
@@ -103,4 +103,4 @@ def cast(tensor: AnyTensor, dtype: str) -> AnyTensor:
         return tensor._replace(dtype=dtype)
     shape = tensor.global_shape
     origin = (0,) * len(shape)
-    return MadeTensor(tensor.fqn, dtype, shape, shape, (Part(tensor, origin, origin, shape),))
+    return MadeTensor(tensor.fqn, dtype, shape, shape, (MappedBox(tensor, origin, origin, shape),))

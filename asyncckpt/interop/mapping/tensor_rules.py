@@ -9,8 +9,8 @@ from typing import Any
 
 from asyncckpt.errors import ConfigError, ShapeMismatchError, UnmatchedTensorsError
 from asyncckpt.format.state_tree import TENSOR
-from asyncckpt.interop.mapping.made_tensors import AnyTensor, MadeTensor, Part
-from asyncckpt.interop.selection import Outline, replaced
+from asyncckpt.interop.mapping.made_tensors import AnyTensor, MadeTensor, MappedBox
+from asyncckpt.interop.outline import Outline, replaced
 from asyncckpt.storage.contents import SavedTensor
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(\*?)\}")
@@ -265,7 +265,7 @@ class _Group:
                     offsets[dim] = part * sizes[dim]
                 if at is not None:
                     offsets[at] = number
-                box = Part(saved, tuple(offsets), (0,) * len(wide), tuple(sizes))
+                box = MappedBox(saved, tuple(offsets), (0,) * len(wide), tuple(sizes))
                 made = MadeTensor(saved.fqn, saved.dtype, shape, tuple(sizes), (box,))
                 found.append((rule.name(target, self._bound, number), made))
         return found
@@ -294,7 +294,7 @@ class _Group:
                 )
         lengths = [self.tensors_by_fqn[self._found[n, 0]].global_shape for n in range(n_sources)]
         starts = [0] * n_sources if dim is None else [sum(s[dim] for s in lengths[:n]) for n in range(n_sources)]
-        parts = []
+        boxes = []
         for (source, number), fqn in sorted(self._found.items()):
             saved = self.tensors_by_fqn[fqn]
             offsets, sizes = [0] * ndim, list(saved.global_shape)
@@ -303,13 +303,13 @@ class _Group:
             if at is not None:
                 offsets.insert(at, number)
                 sizes.insert(at, 1)
-            parts.append(Part(saved, (0,) * len(sizes), tuple(offsets), tuple(sizes), at))
+            boxes.append(MappedBox(saved, (0,) * len(sizes), tuple(offsets), tuple(sizes), at))
         shape = list(first.global_shape)
         if dim is not None:
             shape[dim] = sum(s[dim] for s in lengths)
         if at is not None:
             shape.insert(at, len(self._found) // n_sources)
-        return MadeTensor(first.fqn, first.dtype, tuple(shape), tuple(shape), tuple(parts))
+        return MadeTensor(first.fqn, first.dtype, tuple(shape), tuple(shape), tuple(boxes))
 
 
 def _groups_of(rule: TensorRule, left: dict[str, AnyTensor]) -> list[_Group]:

@@ -128,7 +128,7 @@ def _entry(name: str, raw: Any, begin: int) -> HeaderEntry:
         shape = [*shape[:-1], shape[-1] // 2]
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
-        raise ValueError(f"tensor {name!r} has {offsets[1] - offsets[0]} bytes, its shape {shape} wants {nbytes}")
+        raise ValueError(f"tensor {name!r} has {offsets[1] - offsets[0]} bytes, its shape {shape} needs {nbytes}")
     return HeaderEntry(name, dtype, tuple(shape), begin + offsets[0], nbytes)
 
 

@@ -48,7 +48,7 @@ def waits(process: Process, slot_timeout_s: float, **settings: Any) -> None:
         is_out_of_sync=False,
         outcomes=process.outcomes,
         run_id=RUN,
-        window=1,
+        max_in_flight=1,
         awaited_save=awaited_save,
     )
     waiting: Any = SimpleNamespace(

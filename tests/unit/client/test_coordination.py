@@ -131,11 +131,11 @@ class Ranks:
 
 @pytest.mark.parametrize("slots", [(1, 1), (2, 2), (3, 2), (16, 16)])
 def test_the_ranks_meet_as_many_saves_after_one_that_says_so_as_the_fewest_slots_of_a_rank(slots: Any) -> None:
-    ranks, window = Ranks(*slots), min(slots)
+    ranks, max_in_flight = Ranks(*slots), min(slots)
     assert ranks.save(0) == [True, True]
-    for sequence in range(1, 2 + window):
+    for sequence in range(1, 2 + max_in_flight):
         ranks.ends(sequence - 1, meet=sequence == 2)
-        assert ranks.save(sequence, MORE, MORE) == [sequence == 1 + window] * 2
+        assert ranks.save(sequence, MORE, MORE) == [sequence == 1 + max_in_flight] * 2
     ranks.agree_on("m")
 
 

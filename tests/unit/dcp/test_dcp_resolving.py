@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 import asyncckpt
-from asyncckpt.dcp import direct_save, tensor_stream
-from asyncckpt.dcp.direct_save import CallingThreadResolver
+from asyncckpt.dcp import in_process_save, tensor_stream
+from asyncckpt.dcp.in_process_save import CallingThreadResolver
 from asyncckpt.storage import rank_writer, shard_writer
 from tests.simulated_device import SimulatedDevice
 
@@ -134,13 +134,13 @@ def test_tensors_are_made_in_order_whoever_asks_first() -> None:
 
 
 class Interrupt:
-    """Ctrl-C before the nth line of `direct_save` that this thread comes to, from 0."""
+    """Ctrl-C before the nth line of `in_process_save` that this thread comes to, from 0."""
 
     def __init__(self, nth: int) -> None:
         self.left = nth
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != direct_save.__file__:
+        if frame.f_code.co_filename != in_process_save.__file__:
             return None
         if event == "line":
             self.left -= 1
@@ -150,7 +150,7 @@ class Interrupt:
 
 
 def test_ctrl_c_before_any_line_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_save, "CHECK_INTERVAL_S", 0.005)
+    monkeypatch.setattr(in_process_save, "CHECK_INTERVAL_S", 0.005)
     outcomes: list[bool] = []
     before = sys.gettrace()
     for nth in range(1000):
@@ -253,7 +253,7 @@ def test_a_save_waits_for_the_kernels_of_its_planner(
         return kept[-1]
 
     monkeypatch.setattr(tensor_stream, "pinned", pinned)
-    monkeypatch.setattr(direct_save, "CudaDevice", lambda: device)
+    monkeypatch.setattr(in_process_save, "CudaDevice", lambda: device)
 
     class Computing(DefaultSavePlanner):
         def resolve_data(self, write_item: WriteItem) -> Any:

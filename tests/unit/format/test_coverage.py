@@ -16,7 +16,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format import coverage
 from asyncckpt.format.coverage import (
     LANE_NBYTES,
-    Counter,
+    BoxSums,
     Tally,
     coverage_fault,
     located_fault,
@@ -89,8 +89,9 @@ def test_boxes_are_judged_and_add_up_as_counting_says(rng: random.Random) -> Non
             times[element] += 1
         verdicts.append(set(times.values()) == {1})
         assert (coverage_fault(shape, boxes) is None) == verdicts[-1]
-        count = Counter(SEED)
-        assert (count.chunks(shape, [[0, 0, 0, *box] for box in boxes]) == count.whole(shape)) == verdicts[-1]
+        box_sums = BoxSums(SEED)
+        total = box_sums.chunks(shape, [[0, 0, 0, *box] for box in boxes])
+        assert (total == box_sums.whole(shape)) == verdicts[-1]
         missing = [element for box in missing_boxes(shape, boxes) for element in elements(box)]
         assert sorted(missing) == sorted(element for element, n in times.items() if n == 0)
     assert 200 < sum(verdicts) < 1000

@@ -16,7 +16,7 @@ import torch
 import asyncckpt
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.interop import convert
-from asyncckpt.interop.selection import Outline, outline_of
+from asyncckpt.interop.outline import Outline, outline_of
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.interop.verify_target import nesting_mismatch
 from asyncckpt.storage.files import Files

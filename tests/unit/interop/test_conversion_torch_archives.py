@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import asyncckpt
 from asyncckpt.format.layout import Payload
 from asyncckpt.format.torch_zip import combined_crc32
-from asyncckpt.interop.selection import outline_of
+from asyncckpt.interop.outline import outline_of
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.interop.write_torch import torch_target
 from asyncckpt.storage.files import Files

@@ -20,7 +20,7 @@ from asyncckpt import RankInfo, SyncCheckpointer
 from asyncckpt.format.checksums import BLOCK_NBYTES, block_digest
 from asyncckpt.format.layout import Payload
 from asyncckpt.interop import copy_pipeline, verify_target
-from asyncckpt.interop.copy_pipeline import OutputFile, Run, Target, write_files
+from asyncckpt.interop.copy_pipeline import ElementRun, OutputFile, Target, write_files
 from asyncckpt.interop.source_reader import SourceReader
 from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.files import Files
@@ -86,7 +86,7 @@ class Elements:
     def __init__(self, tensors: dict[int, bytes], summed: set[int]) -> None:
         self.tensors, self.summed = tensors, summed
 
-    def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> dict[Run, int]:
+    def read(self, runs: Sequence[ElementRun], address: int, origin: int, buffer: memoryview) -> dict[ElementRun, int]:
         found = {}
         for run in runs:
             data = self.tensors[run.tensor][run.start : run.start + run.nbytes]
@@ -132,7 +132,9 @@ def test_who_waits_for_a_checksum_is_told_when_another_thread_fails(
     has_begun = threading.Event()
 
     class Failing:
-        def read(self, runs: Sequence[Run], address: int, origin: int, buffer: memoryview) -> dict[Run, int]:
+        def read(
+            self, runs: Sequence[ElementRun], address: int, origin: int, buffer: memoryview
+        ) -> dict[ElementRun, int]:
             if origin:
                 has_begun.set()  # and waits for the sum of the first window's elements
                 return {}

@@ -13,7 +13,7 @@ from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.state_tree import Node
 from asyncckpt.interop import diff
 from asyncckpt.interop.diff import compare, equal_to_containers, is_same_value
-from asyncckpt.interop.selection import Outline
+from asyncckpt.interop.outline import Outline
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.state_dict.flatten import HOIST_NBYTES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -301,10 +302,12 @@ def test_a_model_is_exported_and_its_temporary_checkpoint_is_gone(work: Workdir)
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-def test_a_compiled_model_is_exported_under_its_own_names(work: Workdir) -> None:
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
+def test_a_wrapped_model_is_exported_as_the_bare_one(work: Workdir, wrap: Callable[[torch.nn.Module], Any]) -> None:
     model = Model()
-    export(work, torch.compile(model), config=None)
+    export(work, wrap(model), config=None)
     assert weights(work).keys() == model.state_dict().keys() - {"head.weight"}
+    assert in_json(work)["architectures"] == ["Model"]
 
 
 def test_an_export_of_a_model_that_fails_leaves_nothing(work: Workdir) -> None:

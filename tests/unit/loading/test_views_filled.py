@@ -324,7 +324,7 @@ def test_a_tied_model_saved_with_other_values_is_refused_by_both_names_before_an
 def test_ties_are_compared_in_windows_bit_by_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Callable[[torch.Tensor], Any], numel: int
 ) -> None:
-    monkeypatch.setattr(target_tensors, "WINDOW_NBYTES", 64)
+    monkeypatch.setattr(target_tensors, "BATCH_NBYTES", 64)
     value = torch.randn(numel)
     value[-1] = float("nan")
     for n, at in enumerate((None, 0, numel // 2, numel - 1)):
@@ -411,7 +411,7 @@ def test_an_optimizer_over_one_flat_buffer_is_filled_without_reading_twice(
 def test_what_is_compared_takes_little_memory_whatever_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_tensors, "WINDOW_NBYTES", 1 << 16)
+    monkeypatch.setattr(target_tensors, "BATCH_NBYTES", 1 << 16)
     taken: list[int] = []
     real = target_tensors._values
 

@@ -62,7 +62,7 @@ class Save:
         self.trusted: list[int] = []
         self.withdrawn: list[BaseException] = []
 
-        def transfer_cleanup() -> None:
+        def take_over_rollback() -> None:
             self.trusted.append(1)
             if "entrusting" in raised:
                 raise raised["entrusting"]
@@ -75,8 +75,8 @@ class Save:
 
         job: Any = Raising(raised.get("copying"))
         self.copy = DeferredCopy(
-            job, job, seal=lambda: None, roll_back_save=roll_back_save, transfer_cleanup=transfer_cleanup,
-            reclaim_cleanup=self.trusted.clear, seconds={"copy": 0.0},
+            job, job, seal=lambda: None, roll_back_save=roll_back_save, take_over_rollback=take_over_rollback,
+            give_back_rollback=self.trusted.clear, seconds={"copy": 0.0},
         )  # fmt: skip
         slot: Any = None
         self.snapshot = StagedSnapshot(

@@ -44,7 +44,7 @@ MAX_COUNT = 10**15
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "root", metavar="ROOT", type=path_argument, help="directory that contains the checkpoints of a run"
+        "root", metavar="ROOT", type=path_argument, help="directory or URL that contains the checkpoints of a run"
     )
     parser.add_argument(
         "--keep",

@@ -23,7 +23,7 @@ from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.dcp.commit import commit_all
-from asyncckpt.dcp.tensor_stream import Resolve, StreamedImage, in_file_order, settle
+from asyncckpt.dcp.tensor_stream import LazyImage, Resolve, in_file_order, settle
 from asyncckpt.dcp.worker_session import SaveTask
 from asyncckpt.dcp.write_plan import WriteOptions, lay_out, rank_result
 from asyncckpt.errors import CommitUnknownError
@@ -201,9 +201,7 @@ def write_part(
         for n, resolve in zip(order, serving.resolves(), strict=True):
             resolves[n] = resolve
     threads = max(options.threads, MIN_THREADS)
-    with StreamedImage(
-        laid_out.layout, laid_out.specs, resolves, task.save_id, options.copy_ahead_nbytes, device
-    ) as image:
+    with LazyImage(laid_out.layout, laid_out.specs, resolves, task.save_id, options.copy_ahead_nbytes, device) as image:
         request = build_request(
             config,
             RankInfo(task.rank, task.world_size),

@@ -413,6 +413,7 @@ def _moved(
 
 
 def renamer(key_map: KeyMap) -> Callable[[str], str]:
+    """Return a function that maps an FQN of the source to that in the target: the other way round than in a load."""
     if not isinstance(key_map, Mapping) and not callable(key_map):
         raise ConfigError(f"key_map={key_map!r}: expected a dict of names, or a callable", field="key_map")
 
