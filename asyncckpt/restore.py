@@ -100,12 +100,12 @@ def restore_latest(
 
     The target is filled while bytes are read. Containers that a broken checkpoint has filled are emptied again, and
     lists that it has extended are shortened. The checkpoint that is used fills again all else that broken ones have
-    filled; it is an error if it lacks a part of that, so that no value of another step is left. With `low_memory=False`
-    the target does not change before everything that this rank reads has been verified, which takes as much memory
-    again.
+    filled; it is an error if it lacks a part of that, so that no value of another step is left. With
+    `low_memory=False` the target does not change before everything that this rank reads has been verified, which takes
+    as much memory again.
 
     Args:
-        root: A directory, or URL, whose children are checkpoints.
+        root: The directory whose children are checkpoints.
         state_dict: A target, as for `load`; None: a new one is made.
         strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them.
         mirror: Directory or URL that holds the copies of these checkpoints. The newest of both places is loaded; where

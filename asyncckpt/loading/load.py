@@ -656,15 +656,17 @@ class _Load:
         if not missing:
             return
         hint = missing_hint(missing, self._saved.leaves, self._options.key_map, present)
+        where = self._lacking(selection, len(missing))
         if is_error:
             names = "\n  ".join(missing)
             absent, advice = "", "Rename them by key_map, or pass strict=False if they may keep their values"
             kind, members = self._saved.tree[:2]  # a torch file may be a single leaf
             tops = _shown([str(key) for key in members[::2]] if kind in MAPPINGS else [])
             if selection.is_without_match:
+                who = "It" if where == "the checkpoint" else "The target"
                 advice = (
                     f"Correct keys: none of them selects anything, which is an error also with strict=False. The "
-                    f"checkpoint has at its top level {tops}. It lacks"
+                    f"checkpoint has at its top level {tops}. {who} lacks"
                 )
             elif absent_subtrees:
                 advice = (
@@ -674,18 +676,26 @@ class _Load:
                 parts = _shown([fqn or "the whole target" for fqn in absent_subtrees])
                 absent = f", and nothing was saved of {parts} (its top level has {tops})"
             raise MissingKeysError(
-                f"{path}: {len(missing)} keys are not in the checkpoint{absent}{hint}; nothing was changed. {advice}:\n"
+                f"{path}: {len(missing)} keys are not in {where}{absent}{hint}; nothing was changed. {advice}:\n"
                 f"  {names}",
                 path=path,
                 keys=list(missing),
             )
         _logger.warning(
-            "%s: %d keys are not in the checkpoint and keep their values: %s%s",
+            "%s: %d keys are not in %s and keep their values: %s%s",
             path,
             len(missing),
+            where,
             _shown(missing),
             hint,
         )
+
+    def _lacking(self, selection: Selection, n_missing: int) -> str:
+        """Return where the missing keys are not: a key that is in the checkpoint may have no name in the target."""
+        n_saved = sum(self._saved.node_at(key) is not None for key in selection.unused())
+        if n_saved == n_missing:
+            return "the target"
+        return "the checkpoint or the target" if n_saved else "the checkpoint"
 
     def _report_containers(self, matches: Matches) -> None:
         empty, vacant = matches.report.staying_empty, matches.report.ignored_vacant

@@ -403,6 +403,19 @@ def test_keys_that_select_nothing_are_missing(tmp_path: Path) -> None:
     assert caught.value.keys == ["typo"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [(["b"], "the target"), (["a", "b"], "the target"), (["a", "b", "typo"], "the checkpoint or the target")],
+)
+def test_a_key_that_only_the_target_lacks_is_not_said_to_be_missing_in_the_checkpoint(
+    tmp_path: Path, keys: list[str], where: str
+) -> None:
+    path = save(tmp_path / "c", {"a": torch.ones(2), "b": 3})
+    with pytest.raises(MissingKeysError, match=f" keys are not in {where};") as caught:
+        load(path, {"a": torch.zeros(2)}, keys=keys)
+    assert caught.value.keys == [key for key in keys if key != "a"]
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("target", [None, {"a": torch.zeros(2)}], ids=["new", "target"])
 def test_keys_none_of_which_selects_anything_are_said_to_be_wrong(tmp_path: Path, strict: bool, target: Any) -> None:
