@@ -30,7 +30,7 @@ from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, 
 from asyncckpt.interop.copy_pipeline import Progress
 from asyncckpt.interop.hf.architectures import HUB_RULES
 from asyncckpt.interop.hf.config_files import ConfigFiles
-from asyncckpt.interop.hf.model_outline import ModelOutline, is_model, outline_of_model
+from asyncckpt.interop.hf.model_outline import ModelOutline, bare_state_of, is_model, outline_of_model
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules, listed_lines
 from asyncckpt.interop.outline import KeyMap, Outline, pruned, renamer
@@ -426,7 +426,7 @@ def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) ->
         at = os.path.join(os.path.dirname(job.path), ranks.on_rank_0(begin, min(timeout_s, _ARRIVE_TIMEOUT_S)))
         try:
             with SyncCheckpointer(rank_info=rank) as checkpointer:
-                checkpointer.save(model.state_dict(), at)
+                checkpointer.save(bare_state_of(model), at)
             found = ranks.on_rank_0(lambda: asdict(job.run(at, Files(), model)), timeout_s)
         finally:
             if rank.rank == 0:

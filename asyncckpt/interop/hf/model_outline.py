@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from asyncckpt.state_dict.stateful import BareNames
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOutline:
@@ -26,9 +30,15 @@ def outline_of_model(model: Any) -> ModelOutline:
     """Return the outline of a model. Calls its `state_dict()`, which may be a collective of several ranks."""
     return ModelOutline(
         architecture=_architecture_of(model),
-        shapes={name: list(value.shape) for name, value in model.state_dict().items() if hasattr(value, "shape")},
+        shapes={name: list(value.shape) for name, value in bare_state_of(model).items() if hasattr(value, "shape")},
         tied=_tied_names(model),
     )
+
+
+def bare_state_of(model: Any) -> Any:
+    """Return the state dict of a model, under the names that it has in a checkpoint: without wrappers of submodules."""
+    state = model.state_dict()
+    return BareNames(model).strip(state) if isinstance(model, torch.nn.Module) else state
 
 
 def is_model(value: Any) -> bool:
@@ -45,10 +55,11 @@ def _tied_names(model: Any) -> dict[str, str]:
     declared = getattr(model, "all_tied_weights_keys", None)
     if isinstance(declared, Mapping):
         return {str(name): str(to) for name, to in declared.items() if name != to}
+    bare_name = BareNames(model).of if isinstance(model, torch.nn.Module) else str
     firsts: dict[int, str] = {}
     found = {}
     for names in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, value in names:
+        for name, value in ((bare_name(name), value) for name, value in names):
             first = firsts.setdefault(id(value), name)
             if first != name:
                 found[name] = first

@@ -310,6 +310,19 @@ def test_a_wrapped_model_is_exported_as_the_bare_one(work: Workdir, wrap: Callab
     assert in_json(work)["architectures"] == ["Model"]
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
+def test_a_model_with_wrapped_submodules_is_exported_as_the_bare_one(
+    work: Workdir, wrap: Callable[[torch.nn.Module], Any]
+) -> None:
+    model, names = Model(), Model().state_dict().keys() - {"head.weight"}
+    model.head, model.norm = wrap(model.head), wrap(model.norm)
+    export(work, model, config=None)
+    work.ours({"model": model})
+    export(work, target="c", config=model, key="model")
+    assert weights(work).keys() == weights(work, "c").keys() == names
+
+
 def test_an_export_of_a_model_that_fails_leaves_nothing(work: Workdir) -> None:
     with pytest.raises(ConfigError, match="no vocabulary"):
         export(work, Model(), config=None, tokenizer=Failing())
