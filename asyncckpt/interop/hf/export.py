@@ -306,13 +306,16 @@ class _Export:
         """Check that `path` may be written, before anything is read. Raises as `publish.check_place`."""
         check_place(self.path, "hf", Files(), overwrite=self.overwrite)
 
-    def run(self, source: str, source_files: Files, model: Any = None) -> ConversionReport:
+    def run(
+        self, source: str, source_files: Files, model: Any = None, outline: ModelOutline | None = None
+    ) -> ConversionReport:
         """Export the checkpoint at `source`.
 
         Args:
             source: Its path or URL.
             source_files: The `Files` with which it is read.
             model: The model that it was saved from; None: the one that was given as config, if it is one.
+            outline: Outline of that model; None: it is taken from the model.
         """
         if not is_url(source):
             check_not_nested(self.path, source, "hf")
@@ -320,7 +323,7 @@ class _Export:
         files = Files()
         if model is None and is_model(self.config):
             model = self.config
-        found = self._outline(model)
+        found = self._outline(model) if outline is None else outline
         with temporary_path(self.path) as folder:
             try:
                 files.mkdir(folder)
@@ -426,8 +429,11 @@ def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) ->
         at = os.path.join(os.path.dirname(job.path), ranks.on_rank_0(begin, min(timeout_s, _ARRIVE_TIMEOUT_S)))
         try:
             with SyncCheckpointer(rank_info=rank) as checkpointer:
-                checkpointer.save(bare_state_of(model), at)
-            found = ranks.on_rank_0(lambda: asdict(job.run(at, Files(), model)), timeout_s)
+                # IMPORTANT: once, on all ranks: it may be a collective, which rank 0 alone would wait for in vain.
+                state = bare_state_of(model)
+                checkpointer.save(state, at)
+            outline = outline_of_model(model, state)
+            found = ranks.on_rank_0(lambda: asdict(job.run(at, Files(), model, outline)), timeout_s)
         finally:
             if rank.rank == 0:
                 remove(at)

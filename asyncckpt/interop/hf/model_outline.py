@@ -26,17 +26,26 @@ class ModelOutline:
     tied: dict[str, str]
 
 
-def outline_of_model(model: Any) -> ModelOutline:
-    """Return the outline of a model. Calls its `state_dict()`, which may be a collective of several ranks."""
+def outline_of_model(model: Any, state: Mapping[str, Any] | None = None) -> ModelOutline:
+    """Return the outline of a model.
+
+    Args:
+        model: The model.
+        state: What `bare_state_of` has returned for it. None calls that, which may be a collective of several ranks.
+    """
+    state = bare_state_of(model) if state is None else state
     return ModelOutline(
         architecture=_architecture_of(model),
-        shapes={name: list(value.shape) for name, value in bare_state_of(model).items() if hasattr(value, "shape")},
+        shapes={name: list(value.shape) for name, value in state.items() if hasattr(value, "shape")},
         tied=_tied_names(model),
     )
 
 
 def bare_state_of(model: Any) -> Any:
-    """Return the state dict of a model, under the names that it has in a checkpoint: without wrappers of submodules."""
+    """Return the state dict of a model, under the names that it has in a checkpoint: without wrappers of submodules.
+
+    Calls `state_dict()` of the model, which may be a collective of several ranks.
+    """
     state = model.state_dict()
     return BareNames(model).strip(state) if isinstance(model, torch.nn.Module) else state
 

@@ -323,6 +323,19 @@ def test_a_model_with_wrapped_submodules_is_exported_as_the_bare_one(
     assert weights(work).keys() == weights(work, "c").keys() == names
 
 
+def test_the_state_of_a_model_is_taken_once_as_it_may_be_a_collective_of_all_ranks(work: Workdir) -> None:
+    class Counting(Model):
+        n_calls = 0
+
+        def state_dict(self, *arguments: Any, **keywords: Any) -> Any:
+            self.n_calls += 1
+            return super().state_dict(*arguments, **keywords)
+
+    model = Counting()
+    export(work, model, config=None)
+    assert model.n_calls == 1 and "embed.weight" in weights(work)
+
+
 def test_an_export_of_a_model_that_fails_leaves_nothing(work: Workdir) -> None:
     with pytest.raises(ConfigError, match="no vocabulary"):
         export(work, Model(), config=None, tokenizer=Failing())
