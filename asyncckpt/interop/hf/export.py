@@ -24,7 +24,7 @@ from asyncckpt.errors import (
     UnsupportedPathError,
 )
 from asyncckpt.format.names import converting_name
-from asyncckpt.format.state_tree import TENSOR
+from asyncckpt.format.state_tree import ARRAY, TENSOR
 from asyncckpt.interop.conversion_losses import listed
 from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, check_arguments, reshaped
 from asyncckpt.interop.copy_pipeline import Progress
@@ -377,7 +377,7 @@ def matched(outline: Outline, model: ModelOutline) -> tuple[Outline, list[str]]:
         ShapeMismatchError: A tensor has another shape.
     """
     path = outline.contents.path
-    there = {fqn: node[1] for fqn, node in outline.leaves() if node[0] == TENSOR}
+    there = {fqn: node[1] for fqn, node in outline.leaves() if node[0] in (TENSOR, ARRAY)}  # both are written
     wanted, tied = {name: tuple(shape) for name, shape in model.shapes.items()}, model.tied
     missing = [name for name in wanted if name not in there and name not in tied]
     unused = [fqn for fqn in there if fqn not in wanted]

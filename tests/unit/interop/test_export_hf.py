@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conversions import Workdir, read_by_stock_tools
@@ -237,6 +238,22 @@ def test_a_checkpoint_of_another_model_is_refused_with_all_names(work: Workdir) 
     with pytest.raises(ShapeMismatchError, match=r"'embed.weight' has shape \[6, 5\], and \[6, 4\] in Model"):
         export(work, work / "wide", config=Model())
     assert work.names() == ["a", "wide"]
+
+
+def test_numpy_arrays_which_become_tensors_are_compared_with_the_model_too(work: Workdir) -> None:
+    class WithArray(Model):
+        def get_extra_state(self) -> Any:
+            return np.ones(3)
+
+        def set_extra_state(self, state: Any) -> None:
+            raise NotImplementedError
+
+    work.ours({**Model().state_dict(), "more": np.ones(2)})
+    with pytest.raises(UnmatchedTensorsError) as caught:
+        export(work, config=Model())
+    assert caught.value.unused == ["more"] and work.names() == ["a"]
+    export(work, WithArray(), config=None)
+    assert weights(work)["_extra_state"].tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("model_type", sorted(HUB_RULES))
