@@ -41,13 +41,13 @@ def step_in(state_dict: Any) -> int | None:
 
 def _step_of(value: Any) -> int | None:
     if type(value) is not int:
-        # In some versions bools of numpy and torch have `__index__`. The device of a numpy array is the str "cpu".
-        is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
-        is_near = str(getattr(value, "device", "cpu")).partition(":")[0] == "cpu"
-        if is_bool or not is_near or tuple(getattr(value, "shape", ())):
-            return None
-        try:
+        try:  # whatever a user's type raises
+            # In some versions bools of numpy and torch have `__index__`. The device of a numpy array is the str "cpu".
+            is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+            is_near = str(getattr(value, "device", "cpu")).partition(":")[0] == "cpu"
+            if is_bool or not is_near or tuple(getattr(value, "shape", ())):
+                return None
             value = operator.index(value)
-        except Exception:  # any error of a user's type
+        except Exception:
             return None
     return value if 0 <= value <= MAX_STEP else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,12 +58,13 @@ def no_steps() -> dict[str, Any]:
         "meta tensor": torch.tensor(5, device="meta"),
         "list": [5],
         "bytes": b"5",
+        "object with another shape": SimpleNamespace(shape=5),
     }
 
 
 NO_NAMES = (
     *("text", "float", "bool", "negative", "too large", "numpy float", "numpy bool", "numpy negative", "array"),
-    *("float tensor", "bool tensor", "1-d tensor", "meta tensor", "list", "bytes"),
+    *("float tensor", "bool tensor", "1-d tensor", "meta tensor", "list", "bytes", "object with another shape"),
 )
 
 
@@ -138,7 +140,9 @@ def test_a_manager_refuses_what_is_no_step_and_goes_on(
     assert manager.all_steps() == [3]
 
 
-@pytest.mark.parametrize("name", [name for name in NO_NAMES if name not in ("meta tensor",)])
+@pytest.mark.parametrize(
+    "name", [name for name in NO_NAMES if name not in ("meta tensor", "object with another shape")]
+)
 def test_a_leaf_called_step_that_is_none_leaves_the_number_of_the_save(tmp_path: pathlib.Path, name: str) -> None:
     with SyncCheckpointer() as checkpointer:
         for n in range(2):
