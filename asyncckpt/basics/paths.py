@@ -39,7 +39,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
     Raises:
         UnsupportedPathError: It is empty, a URL, also one that `pathlib` has made a path, too long, not text, or has a
-            NUL byte.
+            NUL byte; or it is relative, and the working directory was removed.
     """
     text = _text(path)
     if is_url(text):
@@ -51,7 +51,13 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise UnsupportedPathError(f"path {text!r} is not valid text", path=repr(text)) from None
-    absolute = os.path.abspath(os.path.expanduser(text))
+    try:
+        absolute = os.path.abspath(os.path.expanduser(text))
+    except FileNotFoundError:
+        raise UnsupportedPathError(
+            f"path {text!r} is relative, and this process's working directory was removed; give an absolute path",
+            path=text,
+        ) from None
     if len(absolute.encode()) > MAX_PATH_BYTES:
         raise UnsupportedPathError(f"the path is longer than {MAX_PATH_BYTES} bytes: {absolute[:80]}...", path=absolute)
     return absolute

@@ -21,6 +21,18 @@ def test_relative_paths_are_of_this_process_s_working_directory(
     assert absolute_path(".") == str(tmp_path)
 
 
+def test_a_relative_path_is_refused_if_the_working_directory_was_removed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "removed"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    directory.rmdir()
+    with pytest.raises(UnsupportedPathError, match="working directory was removed"):
+        absolute_path("runs/a")
+    assert absolute_path("/runs/a") == "/runs/a"
+
+
 def test_tilde_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     assert absolute_path("~/runs") == "/home/somebody/runs"
