@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from asyncckpt import __version__
 from asyncckpt.basics import process_lifecycle
+from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.basics.process_lifecycle import EXIT_WAIT_S
 from asyncckpt.checkpointer import Checkpointer, mirror_path, refuse_unknown
 from asyncckpt.client.pending_saves import StagedSnapshot
@@ -110,6 +111,8 @@ class AsyncCheckpointer(Checkpointer):
         self._takes_extra = has_custom_parts or commit_hook is not None
         self._tracker = SaveTracker(on_error=self.config.on_error)
         self._events = SaveEvents(self.config.events, self._overlap)
+        # IMPORTANT: taken by `with` only, whatever `locked` has said. An interrupt between `acquire` and a `try` would
+        # leave it locked. Of two threads that both find it unlocked, one waits for the other's save.
         self._saving = threading.Lock()
         process_lifecycle.register(self)
 
@@ -123,12 +126,10 @@ class AsyncCheckpointer(Checkpointer):
     def _follow_ranks(self) -> None:
         if self._closed or os.getpid() != self._owner_pid or self._member.is_current() or self._in_callback():
             return
-        if not self._saving.acquire(blocking=False):
+        if self._saving.locked():
             return  # the next call in the training thread does it
-        try:
+        with self._saving:
             super()._follow_ranks()
-        finally:
-            self._saving.release()
 
     def _take_ranks(self, member: Membership) -> None:
         before = self._process
@@ -192,17 +193,15 @@ class AsyncCheckpointer(Checkpointer):
         save_id = self._next_save_id()
         try:
             self._refuse_in_callback("save()")
-            if not self._saving.acquire(blocking=False):
+            if self._saving.locked():
                 raise ReentrantCallError(
                     "save() was called while another save() runs: by a signal handler, or in a second thread. Set a "
                     "flag there, and save in the training loop"
                 )
-            try:
+            with self._saving:
                 began = time.perf_counter()
                 handle = self._save(state_dict, save_id, path, step, metadata, mirror, kw)
                 return self._events.saved(handle, began) if self._rank.rank == 0 else handle
-            finally:
-                self._saving.release()
         except BaseException as error:
             self._decline(save_id, path, error)
             raise
@@ -239,7 +238,10 @@ class AsyncCheckpointer(Checkpointer):
                 return handle
             self._tracker.add(handle)
             try:
-                hand_over(self._process, handle, result, arguments, kw)
+                with (
+                    signals_deferred()
+                ):  # an interrupt could leave a future locked, for which the session's thread waits
+                    hand_over(self._process, handle, result, arguments, kw)
             except Exception as error:
                 self._decline(save_id, path, error)
                 handle.fail(error)
@@ -339,13 +341,11 @@ class AsyncCheckpointer(Checkpointer):
         if not isinstance(self._stager, SlotStager):
             raise ConfigError(_NEEDS_DEFAULT_PARTS.format("prepare()"), field="prepare")
         self._refuse_in_callback("prepare()")  # without telling the other ranks, which would wait for this very thread
-        if not self._saving.acquire(blocking=False):
+        if self._saving.locked():
             refused = ReentrantCallError("prepare() was called while save() runs")
             return self._stager.prepare(state_dict, refused=refused)
-        try:
+        with self._saving:
             self._stager.prepare(state_dict)
-        finally:
-            self._saving.release()
 
     def load(self, path: str | os.PathLike[str], state_dict: Any = None, **kw: Any) -> Any:
         """As `Checkpointer.load`; with a `state_dict`, waits for running copies first, as `fence()`."""

@@ -31,13 +31,14 @@ class SaveTracker:
 
     def __init__(self, *, on_error: str) -> None:
         self._raises = on_error == "raise"
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # `with self._changed` could leave it taken: see `SlotPool`
+        self._changed = threading.Condition(self._lock)
         self._pending: list[SaveHandle] = []
         self._failed: list[SaveHandle] = []
 
     def add(self, handle: SaveHandle) -> None:
         """Track `handle` until its `written` is done."""
-        with self._changed:
+        with self._lock:
             self._pending.append(handle)
         handle.written.add_done_callback(lambda done: self._ended(handle, done))
 
@@ -55,7 +56,7 @@ class SaveTracker:
         else:
             known = handle.path in str(error)  # most errors of ours name the path already
             _log.warning("%s%s", "" if known else f"save of step {handle.step} to {handle.path} failed: ", error)
-        with self._changed:
+        with self._lock:
             self._pending.remove(handle)
             if self._raises and error is not None and not isinstance(error, SaveSkippedError):
                 self._failed.append(handle)
@@ -63,7 +64,7 @@ class SaveTracker:
 
     def pending(self) -> list[SaveHandle]:
         """Return the handles whose `written` is not done, oldest first."""
-        with self._changed:
+        with self._lock:
             return self._open()
 
     @property
@@ -78,7 +79,7 @@ class SaveTracker:
     def settle(self, timeout_s: float | None) -> list[SaveHandle]:
         """Wait until no save is pending, at most `timeout_s`; return the handles of pending saves."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             while self._pending:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0 and (self._open() or left < -CALLBACK_S):
@@ -106,7 +107,7 @@ class SaveTracker:
         Raises:
             PendingSavesError: There are such errors, in `errors`.
         """
-        with self._changed:
+        with self._lock:
             failed, self._failed = self._failed, []
         found = [e for h in failed if not any(f.fetched for f in h.futures()) and (e := h.written.peek()[1])]
         if found:

@@ -1,4 +1,4 @@
-"""Defers signals (Ctrl-C, or a scheduler's) while steps run that must not be separated.
+"""Defers signals (Ctrl-C, a scheduler's, an alarm) while steps run that must not be separated.
 
 One of them is to start a thread. If a signal handler raises in `Thread.start` while that holds the lock of an event,
 the new thread never gets the lock, and the interpreter waits for the thread for ever at exit.
@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+"""Those whose handlers may raise: Ctrl-C, schedulers (SLURM's too), and time limits by `signal.alarm`."""
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ class SaveOutcomes:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # `with self._changed` could leave it taken: see `SlotPool`
+        self._changed = threading.Condition(self._lock)
         self._run = ""
         self._meet: dict[int, bool] = {}
         self._lost_below = -1
@@ -63,7 +64,7 @@ class SaveOutcomes:
             run: ID of the run; "": the worker does not know yet in which run the session saves.
             outcomes: The outcomes, by sequence.
         """
-        with self._changed:
+        with self._lock:
             if not run:
                 return
             if run != self._run:
@@ -81,14 +82,14 @@ class SaveOutcomes:
 
     def note_worker_lost(self) -> None:
         """Note that the worker is lost."""
-        with self._changed:
+        with self._lock:
             self.losses, self._first_report_at = self.losses + 1, None
             self.at_loss = max(self._meet, default=-1)
             self._changed.notify_all()
 
     def note_ended(self, run: str, sequence: int, *, committed: bool) -> None:
         """Note that a worker has reported a save as committed or failed; its outcome may come with that, or later."""
-        with self._changed:
+        with self._lock:
             if run == self._run:
                 self._ended.setdefault(sequence, (time.monotonic(), committed))
                 for old in list(self._ended)[:-MAX_KNOWN]:
@@ -101,7 +102,7 @@ class SaveOutcomes:
         Returns:
             Seconds until then; infinite if the outcome is still to come, as far as is known now.
         """
-        with self._changed:
+        with self._lock:
             ended = self._ended.get(sequence) if run == self._run else None
             if ended is None or self.at_loss is None or self._first_report_at is None:
                 return math.inf
@@ -115,12 +116,12 @@ class SaveOutcomes:
 
     def meets_after(self, run: str, sequence: int) -> bool | None:
         """Return whether all ranks meet again after a save; None: its outcome is not known yet, or lost."""
-        with self._changed:
+        with self._lock:
             return self._meet.get(sequence) if run == self._run else None
 
     def is_lost(self, run: str, sequence: int) -> bool:
         """Return whether the outcome of a save is lost."""
-        with self._changed:
+        with self._lock:
             return run == self._run and sequence not in self._meet and self._is_forgotten(sequence)
 
     def _is_forgotten(self, sequence: int) -> bool:
@@ -139,7 +140,7 @@ class SaveOutcomes:
             known = run == self._run and (sequence in self._meet or self._is_forgotten(sequence))
             return known or self.losses != losses
 
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(has_come, timeout_s)
 
 

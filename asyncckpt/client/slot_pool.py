@@ -107,7 +107,10 @@ class SlotPool:
         self._config, self._allocate, self._release, self._why = config, allocate, release, why
         self._slots: list[Slot] = []
         self._retained = RetainedSlot(wanted=config.keep_in_memory == "latest")
-        self._changed = threading.Condition()
+        # IMPORTANT: `with self._lock`, not `with self._changed`. An interrupt in the latter's `__enter__`, which is written
+        # in Python, would leave the lock taken.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._saves_without_overlap = self._uses = 0
 
@@ -149,7 +152,7 @@ class SlotPool:
         if limit is not None:
             wanted = max(nbytes, min(wanted, limit // several // PAGE_NBYTES * PAGE_NBYTES))
         while True:
-            with self._changed:
+            with self._lock:
                 self._check_open()
                 # IMPORTANT: read `free` once. A device's copies end without the lock, so a slot may become free at any
                 # moment, and the decisions below must agree with each other.
@@ -168,7 +171,7 @@ class SlotPool:
                     self._wait(deadline if may_wait else None, save_id, step, path)
                     continue
             slot = self._try_allocate(wanted, deadline)
-            with self._changed:
+            with self._lock:
                 if slot is not None:
                     self._slots.append(slot)
                     if self._closed:  # by another thread, before the slot was in the list
@@ -213,13 +216,13 @@ class SlotPool:
 
     def fits(self, nbytes: int) -> bool:
         """Whether all slots are in use, and one of them has room for `nbytes`."""
-        with self._changed:
+        with self._lock:
             return not any(s.free for s in self._slots) and any(s.memory.nbytes >= nbytes for s in self._slots)
 
     @property
     def is_in_use(self) -> bool:
         """Whether a save has one of the slots."""
-        with self._changed:
+        with self._lock:
             return any(not s.free for s in self._slots)
 
     def _make_room(self, nbytes: int, idle: Sequence[Slot], *, in_use: bool) -> bool:
@@ -244,7 +247,7 @@ class SlotPool:
             try:
                 return self._allocate(nbytes, self._allocation_timeout_s(deadline))
             except InsufficientMemoryError:
-                with self._changed:
+                with self._lock:
                     free = [s for s in self._slots if self._retained.is_idle(s)]
                     if all(s.free for s in self._slots):
                         raise
@@ -276,12 +279,12 @@ class SlotPool:
 
     def staged(self, slot: Slot) -> None:
         """Note that the training thread no longer copies into the slot: it may be closed with its save or worker."""
-        with self._changed:
+        with self._lock:
             slot.staging = False
 
     def free(self, save_id: SaveId, only: Slot | None = None) -> None:
         """Free the slots of a save that has ended, or only the slot `only`. Unknown ids are ignored."""
-        with self._changed:
+        with self._lock:
             for slot in [s for s in self._slots if s.user == save_id and only in (None, s)]:
                 slot.user, slot.staging, slot.handovers = None, False, 0
                 if slot.orphaned or (not slot.free and slot.device_state_unknown):
@@ -290,7 +293,7 @@ class SlotPool:
 
     def committed(self, save_id: SaveId) -> None:
         """Note that a save is committed; called before `free`. Its slots have not killed the worker."""
-        with self._changed:
+        with self._lock:
             for slot in self._slots:
                 slot.handovers = 0
                 if slot.user == save_id and not slot.is_ring:
@@ -298,7 +301,7 @@ class SlotPool:
 
     def give_up(self, save_id: SaveId) -> None:
         """Discard the snapshot in a save's slot, whose staging has failed, and free the slot."""
-        with self._changed:
+        with self._lock:
             for slot in self._slots:
                 if slot.user == save_id:
                     slot.memory.control.discard()
@@ -311,7 +314,7 @@ class SlotPool:
 
     def orphan(self, slot: Slot) -> None:
         """Close a slot that no worker has; if the training thread is copying into it, once that has ended."""
-        with self._changed:
+        with self._lock:
             slot.orphaned = True
             if not slot.staging and slot in self._slots:
                 self._drop(slot, tell=False)
@@ -319,12 +322,12 @@ class SlotPool:
 
     def held(self) -> list[Slot]:
         """Return the slots that are not orphaned."""
-        with self._changed:
+        with self._lock:
             return [slot for slot in self._slots if not slot.orphaned]
 
     def adopted(self, slot: Slot, number: int, session: str) -> bool:
         """Note that another worker has adopted a slot as `number`; returns whether it is still held here."""
-        with self._changed:
+        with self._lock:
             slot.number, slot.session = number, session
             return slot in self._slots and not slot.orphaned
 
@@ -337,7 +340,7 @@ class SlotPool:
 
     def close(self) -> None:
         """Unmap and close every slot; a waiting `acquire` fails. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for slot in list(self._slots):
                 # IMPORTANT: do not unmap a slot that another thread is copying into (an exit while a daemon thread
@@ -355,5 +358,5 @@ class SlotPool:
     @property
     def nbytes(self) -> int:
         """Total size of all slots held."""
-        with self._changed:
+        with self._lock:
             return sum(s.memory.nbytes for s in self._slots)

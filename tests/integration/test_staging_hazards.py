@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +29,9 @@ from asyncckpt.protocol.endpoint import acquire_lock, socket_path
 from asyncckpt.save_tracker import SaveTracker
 from asyncckpt.staging.cpu_copy import SlotImage
 from tests.warm_python import WarmPython
+
+EVERY_CALL = 2 if os.environ.get("ASYNCCKPT_TEST_KILLS") else 60
+"""At most so many calls are between one at which a save is interrupted and the next."""
 
 STATE = {"weight": torch.arange(1 << 20, dtype=torch.float32), "step": 1}
 
@@ -56,6 +63,60 @@ def test_an_interrupted_save_gives_its_slot_back(
         saved(checkpointer, tmp_path / "after")
         assert checkpointer.pending() == []
     assert [p.name for p in tmp_path.glob("interrupted-*/manifest.json")] == []
+
+
+class AlarmError(BaseException):
+    """What a handler of SIGALRM raises."""
+
+
+def alarm_at(left: int) -> Callable[[FrameType, str, Any], None]:
+    """Return a profile function that sends SIGALRM where a signal would be handled for the `left`-th time."""
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal left
+        if event in ("call", "c_return"):
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGALRM)
+
+    return count
+
+
+@pytest.mark.parametrize("options", [{}, {"arena_limit_bytes": 1 << 20}], ids=["whole", "ring"])
+def test_an_alarm_anywhere_in_a_save_leaves_the_checkpointer_as_it_was(
+    options: dict[str, Any], shared_worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng, n, n_interrupted, has_rung = random.Random(seed), 0, 0, True
+
+    def ring(*_: Any) -> None:
+        nonlocal has_rung
+        has_rung = True
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        with AsyncCheckpointer(endpoint=shared_worker.endpoint, slots=1, slot_timeout_s=DEADLINE_S, **options) as one:
+            saved(one, tmp_path / "before")
+            while has_rung:
+                n, has_rung, path = n + rng.randint(1, EVERY_CALL), False, tmp_path / f"interrupted-{n}"
+                sys.setprofile(alarm_at(n))
+                try:
+                    one.save(STATE, path)
+                except AlarmError:
+                    n_interrupted += 1
+                finally:
+                    sys.setprofile(None)
+                saved(one, tmp_path / f"next-{n}")
+                if (path / "manifest.json").exists():
+                    assert torch.equal(asyncckpt.load(path)["weight"], STATE["weight"])
+                for directory in (path, tmp_path / f"next-{n}"):
+                    shutil.rmtree(directory, ignore_errors=True)
+            assert one.pending() == []
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert n_interrupted > 5
 
 
 def test_a_save_from_within_a_save_is_refused(
