@@ -238,9 +238,8 @@ class AsyncCheckpointer(Checkpointer):
                 return handle
             self._tracker.add(handle)
             try:
-                with (
-                    signals_deferred()
-                ):  # an interrupt could leave a future locked, for which the session's thread waits
+                # IMPORTANT: an interrupt could leave a future locked, for which the session's thread would wait.
+                with signals_deferred():
                     hand_over(self._process, handle, result, arguments, kw)
             except Exception as error:
                 self._decline(save_id, path, error)

@@ -107,8 +107,8 @@ class SlotPool:
         self._config, self._allocate, self._release, self._why = config, allocate, release, why
         self._slots: list[Slot] = []
         self._retained = RetainedSlot(wanted=config.keep_in_memory == "latest")
-        # IMPORTANT: `with self._lock`, not `with self._changed`. An interrupt in the latter's `__enter__`, which is written
-        # in Python, would leave the lock taken.
+        # IMPORTANT: `with self._lock`, not `with self._changed`. An interrupt in the latter's `__enter__`, which is
+        # written in Python, would leave the lock taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
