@@ -82,6 +82,8 @@ def alarm_at(left: int) -> Callable[[FrameType, str, Any], None]:
     return count
 
 
+# What a handler raises while Python closes a generator that nobody needs any more is printed, and lost.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("options", [{}, {"arena_limit_bytes": 1 << 20}], ids=["whole", "ring"])
 def test_an_alarm_anywhere_in_a_save_leaves_the_checkpointer_as_it_was(
     options: dict[str, Any], shared_worker: RealWorker, tmp_path: pathlib.Path
