@@ -48,7 +48,6 @@ from asyncckpt.protocol.messages import (
     Withdraw,
 )
 from asyncckpt_worker.core.actions import Action, Exit, Resources, SendStatus
-from asyncckpt_worker.core.boards import BoardRegistry
 from asyncckpt_worker.core.events import (
     Copied,
     Died,
@@ -68,6 +67,7 @@ from asyncckpt_worker.core.events import (
     UnmirroredFound,
     Written,
 )
+from asyncckpt_worker.core.exchange import BoardRegistry
 from asyncckpt_worker.core.kept_snapshots import SnapshotRegistry
 from asyncckpt_worker.core.model import Session
 from asyncckpt_worker.core.nodes.follower import Follower

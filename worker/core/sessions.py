@@ -8,8 +8,8 @@ from asyncckpt.basics.storage_options import StorageOptions
 from asyncckpt.errors import AsyncCkptError, ProtocolError, WorkerUnavailableError
 from asyncckpt.protocol.messages import Hello, Welcome
 from asyncckpt_worker.core.actions import Resources
-from asyncckpt_worker.core.boards import BoardRegistry
 from asyncckpt_worker.core.events import Died, Peer
+from asyncckpt_worker.core.exchange import BoardRegistry
 from asyncckpt_worker.core.kept_snapshots import SnapshotRegistry
 from asyncckpt_worker.core.model import MAX_SESSIONS, Session
 from asyncckpt_worker.core.runs import RunRegistry

@@ -75,7 +75,7 @@ def test_limit_equals_the_workers(name: str, value: str) -> None:
 
 def test_every_limit_of_the_ranks_registries_is_in_the_spec() -> None:
     named = {name for name, _ in WORKERS_LIMITS}
-    for name in ("runs", "boards", "status", "nodes.leader", "nodes.follower", "nodes.tables"):
+    for name in ("runs", "exchange", "status", "nodes.leader", "nodes.follower", "nodes.tables"):
         module = f"core.{name}"
         loaded = importlib.import_module(f"asyncckpt_worker.{module}")
         own = {f"{module}.{n}" for n in vars(loaded) if n.startswith("MAX_")}

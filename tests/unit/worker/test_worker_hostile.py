@@ -18,7 +18,7 @@ from asyncckpt.protocol.request import SaveRequest, encode_request
 from asyncckpt.protocol.samples import encode_samples
 from asyncckpt_worker.core import actions as ac
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.boards import MAX_BOARDS, MAX_BOARDS_NBYTES
+from asyncckpt_worker.core.exchange import MAX_BOARDS, MAX_BOARDS_NBYTES
 from asyncckpt_worker.core.kept_snapshots import MAX_KEPT_SAVES
 from asyncckpt_worker.core.model import MAX_DIRECTORIES, MAX_HISTORY, MAX_SESSIONS, Slot
 from asyncckpt_worker.core.nodes.tables import pack_result

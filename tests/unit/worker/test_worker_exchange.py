@@ -9,9 +9,9 @@ from worker_bench import Bench, code
 
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.fields import MAX_PIECE_NBYTES
-from asyncckpt_worker.core import boards
 from asyncckpt_worker.core import events as ev
-from asyncckpt_worker.core.boards import MAX_SHARED_NBYTES
+from asyncckpt_worker.core import exchange
+from asyncckpt_worker.core.exchange import MAX_SHARED_NBYTES
 
 
 class Meeting(Bench):
@@ -35,7 +35,7 @@ class Meeting(Bench):
         return self.say(m.Fetch, peer, board=board, rank=of, offset=offset)
 
     @property
-    def registry(self) -> boards.BoardRegistry:
+    def registry(self) -> exchange.BoardRegistry:
         return self.core._boards
 
 
@@ -163,7 +163,7 @@ def test_complete_board_outlives_one_of_its_sessions_and_goes_with_the_last(meet
 
 
 def test_oldest_complete_boards_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "MAX_BOARDS", 3)
+    monkeypatch.setattr(exchange, "MAX_BOARDS", 3)
     meeting = Meeting(1)
     for number in range(5):
         assert isinstance(meeting.share(0, b"x", f"plan-{number}"), m.Ok)
@@ -171,8 +171,8 @@ def test_oldest_complete_boards_make_room(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_boards_that_are_incomplete_stay_and_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "MAX_BOARDS", 3)
-    monkeypatch.setattr(boards, "MAX_BOARDS_NBYTES", 100)
+    monkeypatch.setattr(exchange, "MAX_BOARDS", 3)
+    monkeypatch.setattr(exchange, "MAX_BOARDS_NBYTES", 100)
     meeting = Meeting()
     meeting.share(0, b"x", "a", total=60)
     assert code(meeting.share(0, b"x", "b", total=41)) == "insufficient_memory"
