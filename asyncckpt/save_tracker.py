@@ -54,8 +54,9 @@ class SaveTracker:
         elif isinstance(error, CheckpointerClosedError):
             _log.warning("save of step %d to %s was not waited for: %s", handle.step, handle.path, error)
         else:
-            known = handle.path in str(error)  # most errors of ours name the path already
-            _log.warning("%s%s", "" if known else f"save of step {handle.step} to {handle.path} failed: ", error)
+            text = str(error) or type(error).__name__  # an interrupt has no text
+            known = handle.path in text  # most errors of ours name the path already
+            _log.warning("%s%s", "" if known else f"save of step {handle.step} to {handle.path} failed: ", text)
         with self._lock:
             self._pending.remove(handle)
             if self._raises and error is not None and not isinstance(error, SaveSkippedError):

@@ -127,3 +127,9 @@ def test_a_result_of_an_own_process_that_is_no_report_ends_the_save() -> None:
     (handle,) = handles(tracker, 1)
     handle.written.set_result("done")  # type: ignore[arg-type]
     assert tracker._pending == [], "close() would wait for it"
+
+
+def test_a_save_that_was_interrupted_is_logged_by_what_interrupted_it(caplog: pytest.LogCaptureFixture) -> None:
+    (handle,) = handles(SaveTracker(on_error="warn"), 1)
+    handle.fail(KeyboardInterrupt())
+    assert caplog.messages == ["save of step 0 to /x/0 failed: KeyboardInterrupt"]
