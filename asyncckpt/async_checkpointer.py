@@ -14,6 +14,8 @@ from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
+
 from asyncckpt import __version__
 from asyncckpt.basics import process_lifecycle
 from asyncckpt.basics.deferred_signals import signals_deferred
@@ -190,7 +192,7 @@ class AsyncCheckpointer(Checkpointer):
         self._check_usable()
         self._follow_ranks()
         # IMPORTANT: every call takes a save id, even if it fails, so that sequences are equal on all ranks.
-        save_id = self._next_save_id()
+        save_id, is_grad_enabled = self._next_save_id(), torch.is_grad_enabled()
         try:
             self._refuse_in_callback("save()")
             if self._saving.locked():
@@ -203,6 +205,7 @@ class AsyncCheckpointer(Checkpointer):
                 handle = self._save(state_dict, save_id, path, step, metadata, mirror, kw)
                 return self._events.saved(handle, began) if self._rank.rank == 0 else handle
         except BaseException as error:
+            torch.set_grad_enabled(is_grad_enabled)  # an interrupt in `torch.no_grad()` itself leaves it off
             self._decline(save_id, path, error)
             raise
 

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 
+from asyncckpt.basics.deferred_signals import signals_deferred
 from asyncckpt.errors import CheckpointerClosedError, PendingSavesError, SaveSkippedError, WaitTimeoutError
 from asyncckpt.save_handle import SaveFuture, SaveHandle, SaveReport
 
@@ -38,9 +39,10 @@ class SaveTracker:
 
     def add(self, handle: SaveHandle) -> None:
         """Track `handle` until its `written` is done."""
-        with self._lock:
-            self._pending.append(handle)
-        handle.written.add_done_callback(lambda done: self._ended(handle, done))
+        with signals_deferred():  # an interrupt between the two would leave it pending for ever
+            with self._lock:
+                self._pending.append(handle)
+            handle.written.add_done_callback(lambda done: self._ended(handle, done))
 
     def _ended(self, handle: SaveHandle, done: Future[SaveReport]) -> None:
         assert isinstance(done, SaveFuture)

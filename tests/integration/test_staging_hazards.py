@@ -110,12 +110,16 @@ def test_an_alarm_anywhere_in_a_save_leaves_the_checkpointer_as_it_was(
                     n_interrupted += 1
                 finally:
                     sys.setprofile(None)
+                assert torch.is_grad_enabled()
                 saved(one, tmp_path / f"next-{n}")
                 if (path / "manifest.json").exists():
                     assert torch.equal(asyncckpt.load(path)["weight"], STATE["weight"])
                 for directory in (path, tmp_path / f"next-{n}"):
                     shutil.rmtree(directory, ignore_errors=True)
             wait_until(lambda: one.pending() == [], "every save has ended")
+            began = time.monotonic()
+            one.close()
+            assert time.monotonic() - began < DEADLINE_S / 2, "it waits for a save that never ends"
     finally:
         signal.signal(signal.SIGALRM, before)
     assert n_interrupted > 5
