@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conversions import Workdir, read_by_stock_tools
@@ -241,6 +240,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_all_names(work: Workdir) 
 
 
 def test_numpy_arrays_which_become_tensors_are_compared_with_the_model_too(work: Workdir) -> None:
+    np = pytest.importorskip("numpy")
+
     class WithArray(Model):
         def get_extra_state(self) -> Any:
             return np.ones(3)
