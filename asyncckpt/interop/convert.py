@@ -15,6 +15,7 @@ from asyncckpt.format.state_tree import OBJECT, TENSOR
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
 from asyncckpt.interop.conversion_losses import ConversionLosses, changes, listed, refuse_uncut, writable_part
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
+from asyncckpt.interop.hf.config_files import CONFIG_NAME, config_with_dtype
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES, cast
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, apply_rules, checked_rules
 from asyncckpt.interop.outline import KeyMap, Outline, outline_of, readable, without_composites
@@ -118,7 +119,8 @@ def convert(
             lacks stay) or a callable.
         rules: Which tensors are stacked, split, joined or renamed, after `key_map`; a tensor belongs to the first rule
             that matches its name.
-        dtype: Dtype, or its name, to which tensors of float64, float32, float16 and bfloat16 are cast. None: none is.
+        dtype: Dtype, or its name, to which tensors of float64, float32, float16 and bfloat16 are cast; a config.json
+            that is copied then names it. None: none is.
         max_shard_bytes: Limit in bytes of the tensors in one file of a target that is a directory; for `asyncckpt` it
             includes the header of the file. A larger tensor gets a file of its own. None: one file; for `hf` 5 GB.
         overwrite: Replace a checkpoint at `dst`, in one step. If the file system cannot exchange two names, only a file
@@ -189,6 +191,7 @@ def convert(
             read_back=read_back,
             progress=progress,
             save_id=save_id,
+            dtype=dtype_name,
         )
         return conversion.run(
             key_list(keys),
@@ -269,6 +272,7 @@ class Conversion:
         source_files: The `Files` with which the source is read.
         overwrite, threads, read_back, progress: As of `convert`.
         save_id: ID of the save that a target `asyncckpt` is of; None: one that is newer than what is beside the path.
+        dtype: Dtype that a copied config.json gets, if tensors of it are written. None: it stays as it is.
     """
 
     def __init__(
@@ -283,8 +287,9 @@ class Conversion:
         read_back: bool,
         progress: Progress | None,
         save_id: SaveId | None = None,
+        dtype: str | None = None,
     ) -> None:
-        self._save_id = save_id
+        self._save_id, self._dtype = save_id, dtype
         self.source, self.path, self._folder = source, path, source
         self._to, self._overwrite, self._threads, self._read_back = to, overwrite, threads, read_back
         self._progress = progress
@@ -394,6 +399,8 @@ class Conversion:
         reader.check_checksums(range(len(outline.tensors)), self._threads)
         for name, path in extras.items():
             copy_file(path, os.path.join(temporary, name), mode)
+        if CONFIG_NAME in extras and any(tensor.dtype == self._dtype for tensor in outline.tensors):
+            self._set_dtype(os.path.join(temporary, CONFIG_NAME))
         if target.finish is not None:
             target.finish(temporary, blocks)
         if target.is_directory:
@@ -401,6 +408,18 @@ class Conversion:
         verify_structure(temporary, outline, self._to, target, self._files, self._threads)
         if self._read_back:
             verify_bytes(temporary, outline, target, blocks, self._files, self._threads, self._step)
+
+    def _set_dtype(self, path: str) -> None:
+        """Let a config.json that was copied say the dtype to which the weights were cast."""
+        assert self._dtype is not None
+        with open(path, "r+b") as file:
+            data = config_with_dtype(file.read(), self._dtype)
+            if data is not None:
+                file.seek(0)
+                file.truncate()
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
 
     def _step(self, nbytes: int) -> None:
         self._done += nbytes

@@ -116,7 +116,8 @@ class ConfigFiles:
             architecture: Name of the model's class. None: what the config says.
         """
         if dtype is not None:
-            self.config[next((key for key in _DTYPE_KEYS if key in self.config), _DTYPE_KEYS[0])] = dtype
+            for key in [key for key in _DTYPE_KEYS if key in self.config] or _DTYPE_KEYS[:1]:
+                self.config[key] = dtype
         if architecture is not None:
             self.config["architectures"] = [architecture]
         self._put(CONFIG_NAME, _json(self.config))
@@ -184,6 +185,21 @@ class ConfigFiles:
         if not isinstance(found, dict):
             raise ConfigError(f"{field}: {path} holds no JSON object", field=field, value=path)
         return found
+
+
+def config_with_dtype(data: bytes, dtype: str) -> bytes | None:
+    """Return a config.json that says a dtype of the weights; None: it says none, or that one, or is no config.
+
+    Args:
+        data: Content of a config.json.
+        dtype: The dtype.
+    """
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    said = [key for key in _DTYPE_KEYS if config.get(key) not in (None, dtype)] if isinstance(config, dict) else []
+    return _json({**config, **dict.fromkeys(said, dtype)}) if said else None
 
 
 def _is_path(given: Any) -> bool:

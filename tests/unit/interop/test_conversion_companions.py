@@ -69,6 +69,26 @@ def test_what_the_source_brings_along_takes_the_place_of_what_is_there(hub: Path
     assert (hub / "config.json").read_text() == "new" and (hub / "train.py").read_text() == "print()"
 
 
+@pytest.mark.parametrize("keys", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype")], ids="+".join)
+def test_a_copied_config_says_the_dtype_to_which_the_weights_were_cast(
+    keys: tuple[str, ...], hub: Path, work: Workdir
+) -> None:
+    (hub / "config.json").write_text(json.dumps({"model_type": "x", **dict.fromkeys(keys, "float32")}))
+    work.convert("hf", "hub", "cast", dtype="bfloat16")
+    assert {tensor.dtype for tensor in work.load("cast").values()} == {torch.bfloat16}
+    cast = json.loads((work / "cast" / "config.json").read_text())
+    assert cast == {"model_type": "x", **dict.fromkeys(keys, "bfloat16")}
+    work.convert("hf", "hub", "same")
+    assert (work / "same" / "config.json").read_bytes() == (hub / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "x"}', '{"dtype": null}', "[1]", "{"])
+def test_a_copied_config_that_says_no_dtype_stays_as_it_is(text: str, hub: Path, work: Workdir) -> None:
+    (hub / "config.json").write_text(text)
+    work.convert("hf", "hub", "cast", dtype="bfloat16")
+    assert (work / "cast" / "config.json").read_text() == text
+
+
 def add(hub: Path, name: str) -> None:
     """Add what may be somebody's."""
     if name == "1_Pooling":

@@ -104,7 +104,11 @@ def test_a_config_may_be_an_object_a_dict_or_a_path_and_gets_the_dtype_of_the_we
 
 @pytest.mark.parametrize(
     ("config", "expected"),
-    [({"torch_dtype": "float32"}, {"torch_dtype": "float16"}), ({}, {"dtype": "float16"})],
+    [
+        ({"torch_dtype": "float32"}, {"torch_dtype": "float16"}),
+        ({"dtype": "float32", "torch_dtype": "float32"}, {"dtype": "float16", "torch_dtype": "float16"}),
+        ({}, {"dtype": "float16"}),
+    ],
 )
 def test_the_dtype_is_written_under_the_key_that_the_config_has(
     config: dict[str, str], expected: dict[str, str], work: Workdir
