@@ -311,10 +311,13 @@ def encode_leaf(planner: SavePlanner, item: WriteItem) -> Any:
             type_name=type(found).__name__,
         )
     data = found.getvalue()
+    kept = {"$": TAG, "v": [name, base64.b64encode(data).decode()]}
     try:
-        return encode_value(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), _extend)
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        raw = encode_exactly(value)  # with `add_safe_globals`, torch loads types that the codec does not preserve
+        return kept if raw is None and value is not None else raw
     except Exception:  # torch does not document the errors for bytes that it cannot load with weights_only=True
-        return {"$": TAG, "v": [name, base64.b64encode(data).decode()]}
+        return kept
 
 
 def encode_exactly(value: Any) -> Any:

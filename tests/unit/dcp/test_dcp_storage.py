@@ -218,6 +218,15 @@ def test_leaves_that_only_pickle_are_for_planners_and_for_who_allows_it(tmp_path
     assert list(asyncckpt.load(tmp_path / "c", keys=["t"])) == ["t"]
 
 
+def test_a_type_that_torch_was_told_is_safe_comes_back_as_that_type(tmp_path: Path) -> None:
+    saved = {"p": Point(1, 2), "inside": [(Point(3, 4),)], "t": torch.ones(1)}
+    with torch.serialization.safe_globals([Point]):
+        dcp_calls.save(saved, StorageWriter(tmp_path / "c"))
+    found = dcp_calls.load({"p": None, "inside": [None]}, StorageReader(tmp_path / "c"))
+    assert found == {"p": Point(1, 2), "inside": [(Point(3, 4),)]}
+    assert type(found["p"]) is Point and type(found["inside"][0][0]) is Point
+
+
 def test_what_a_checkpointer_pickled_needs_leave(tmp_path: Path) -> None:
     with asyncckpt.SyncCheckpointer(fsync=False, allow_pickle=True) as checkpointer:
         checkpointer.save({"p": {"q": range(3)}, "n": 1}, tmp_path / "c")
