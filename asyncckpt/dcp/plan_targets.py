@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from asyncckpt.dcp.file_leaves import LeafInfo
-from asyncckpt.dcp.write_plan import check_target
+from asyncckpt.dcp.write_plan import check_target, leaves_of
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, ShapeMismatchError
 from asyncckpt.loading.shared.broadcast_plan import Box, MessagePart
 from asyncckpt.torch_tensors import CARRIERS
@@ -63,13 +62,14 @@ class PlanTargets:
                 keys=missing,
             )
         entries = getattr(getattr(self._planner, "metadata", None), "state_dict_metadata", {})
-        planner = self._planner
         for item in self._plan.items:
             fqn = item.storage_index.fqn
             if fqn in self._facts:
                 self._check(fqn, box_of_item(item), self._facts[fqn], entries.get(fqn))
+        planner: Any = self._planner
+        named = leaves_of(planner)
         for item in self._plan.items:
-            if item.type is not LoadItemType.BYTE_IO and isinstance(planner, DefaultLoadPlanner):
+            if item.type is not LoadItemType.BYTE_IO and item.dest_index.fqn in named:
                 check_target(self._path, item, planner.lookup_tensor(item.dest_index))
 
     def _check(self, fqn: str, box: Box | None, fact: LeafInfo, entry: Any) -> None:

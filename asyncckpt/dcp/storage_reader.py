@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
@@ -21,7 +20,7 @@ from asyncckpt.basics.paths import checkpoint_path, is_checkpoint_path
 from asyncckpt.basics.storage_options import StorageOptions
 from asyncckpt.config import RankInfo, check_keywords
 from asyncckpt.dcp.saved_metadata import CheckpointMetadata
-from asyncckpt.dcp.write_plan import check_object_target, check_target
+from asyncckpt.dcp.write_plan import check_object_target, check_target, leaves_of
 from asyncckpt.distributed.process_group import find_rank_info, machine
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import LeafTypeMismatchError, MissingKeysError, RanksDisagreeError, ShapeMismatchError
@@ -392,11 +391,13 @@ class StorageReader(TorchStorageReader):
         if self._found is not None:
             check_same_save(plan, self._found)
         tensors = []
+        default: Any = planner
+        named = leaves_of(default)
         for item in plan.items:
-            if not isinstance(planner, DefaultLoadPlanner):
-                break
+            if item.dest_index.fqn not in named:
+                continue  # only the planner knows the target; `_read` checks it
             if item.type is LoadItemType.BYTE_IO:
-                target, fqn = planner.state_dict.get(item.dest_index.fqn), item.storage_index.fqn
+                target, fqn = named[item.dest_index.fqn], item.storage_index.fqn
                 check_object_target(self.path, item, target)
                 if isinstance(target, torch.Tensor) and described.is_container(fqn):  # a dict would take its place
                     raise LeafTypeMismatchError(
@@ -408,7 +409,7 @@ class StorageReader(TorchStorageReader):
                         wanted="tensor",
                     )
             else:
-                check_target(self.path, item, planner.lookup_tensor(item.dest_index))
+                check_target(self.path, item, default.lookup_tensor(item.dest_index))
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, described.leaf_bytes(item.storage_index.fqn))

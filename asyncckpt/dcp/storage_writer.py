@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import staging
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -32,6 +31,7 @@ from asyncckpt.dcp.write_plan import (
     chunks_in,
     chunks_to_save,
     is_checkpointable,
+    leaves_of,
     refuse_unstorable,
     sorted_out,
     tensor_leaves,
@@ -361,9 +361,7 @@ class StorageWriter(TorchStorageWriter, Stager):
             )
         # IMPORTANT: before the planner creates its plan, since stock planners call methods on such tensors that may
         # raise another error. `dcp.save` raises an error of this call on all ranks.
-        planner = _planner_of_caller()
-        if isinstance(planner, DefaultSavePlanner):
-            refuse_unstorable(planner.state_dict.items())
+        refuse_unstorable(leaves_of(_planner_of_caller()).items())
         self._is_coordinator = is_coordinator
         rank = kwargs.get("rank")
         self._rank = rank if type(rank) is int else find_rank_info(None).rank

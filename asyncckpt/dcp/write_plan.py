@@ -13,7 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict, traverse_state_dict_v_2_3
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     ReadItem,
@@ -424,6 +428,11 @@ def _spec(item: WriteItem) -> BoxSpec:
         offsets=tuple(data.chunk.offsets),
         sizes=tuple(data.chunk.sizes),
     )
+
+
+def leaves_of(planner: Any) -> Mapping[str, Any]:
+    """Return what a default planner holds by FQN. A subclass may hold it elsewhere, or plan other FQNs."""
+    return getattr(planner, "state_dict", {}) if isinstance(planner, (DefaultSavePlanner, DefaultLoadPlanner)) else {}
 
 
 def refuse_unstorable(leaves: Iterable[tuple[str, Any]]) -> None:

@@ -20,12 +20,17 @@ import torch.distributed.checkpoint as dcp
 from in_process_writer import StorageWriter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import asyncckpt
-from asyncckpt.dcp import StorageReader
+from asyncckpt.dcp import BroadcastingTorchSaveReader, StorageReader
 from asyncckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -190,6 +195,65 @@ class ReadsOwnBytes(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         assert value.read(4) == b"own:"
         self.original_state_dict[read_item.dest_index.fqn] = int(value.read())
+
+
+class ByItsOwnNames(DefaultLoadPlanner):
+    """Fills targets that it knows under other names than its plan has."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        self.target, self.metadata = state_dict, metadata
+
+    def create_local_plan(self) -> Any:
+        return create_default_local_load_plan({"a": self.target["A"], "n": None}, self.metadata)
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        return self.target[read_item.dest_index.fqn.upper()]
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.target[read_item.dest_index.fqn.upper()] = torch.load(value)
+
+
+class Renamed(ByItsOwnNames):
+    """As `ByItsOwnNames`, with the default planner's state."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata)
+        DefaultLoadPlanner.set_up_planner(self, state_dict, metadata, is_coordinator)
+
+
+@pytest.mark.parametrize("kind", [ByItsOwnNames, Renamed])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_planner_may_resolve_names_that_its_state_does_not_have(tmp_path: Path, kind: Any, broadcast: bool) -> None:
+    dcp_calls.save({"a": torch.ones(3), "n": 3}, StorageWriter(tmp_path / "c"))
+    planner: Any = kind()
+    reader: Any = StorageReader(tmp_path / "c")
+    if broadcast:
+        metadata = reader.read_metadata()
+        torch.save({"a": torch.ones(3), "n": 3}, tmp_path / "a.pt")
+        reader = BroadcastingTorchSaveReader(tmp_path / "a.pt")
+        reader.read_metadata = lambda: metadata
+    found = dcp_calls.load({"A": torch.zeros(3), "N": 0}, reader, planner=planner)
+    assert torch.equal(found["A"], torch.ones(3)) and found["N"] == 3
+
+
+class WithoutState(DefaultSavePlanner):
+    """Keeps its state under a name of its own."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.own, self.mappings = state_dict, {}
+
+    def create_local_plan(self) -> Any:
+        plan = create_default_local_save_plan(self.own, True)
+        return dataclasses.replace(plan, planner_data=self.mappings)
+
+    def lookup_object(self, index: Any) -> Any:
+        return self.own[index.fqn]
+
+
+def test_a_planner_may_keep_its_state_where_it_likes(tmp_path: Path) -> None:
+    dcp_calls.save({"a": torch.ones(3), "n": 3}, StorageWriter(tmp_path / "c"), planner=WithoutState())
+    found = asyncckpt.load(tmp_path / "c")
+    assert torch.equal(found["a"], torch.ones(3)) and found["n"] == 3
 
 
 def test_a_planner_may_store_other_values_than_the_state_s(tmp_path: Path) -> None:
