@@ -509,6 +509,8 @@ class StorageWriter(TorchStorageWriter, Stager):
         except AsyncCkptError:
             raise
         except OSError as error:
+            if error.errno is None:  # of no file call: a planner, or a signal handler (TimeoutError), has raised it
+                raise
             name = None if save_id is None else str(save_id)
             raise save_failure(error, save_id=name, rank=rank, step=None, path=self.path) from error
 

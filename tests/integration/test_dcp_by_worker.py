@@ -511,3 +511,17 @@ def test_a_save_waits_for_an_earlier_one_to_the_same_path_that_ctrl_c_met(
         later = state(number + 10)
         dcp_calls.save(later, writer)
         assert_saved(tmp_path / "c", later)
+
+
+def test_a_time_limit_that_ends_the_wait_for_the_commit_is_not_said_to_have_published_nothing(
+    writer: StorageWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(*_: Any) -> Any:
+        raise TimeoutError("the alarm rang")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WriteFuture, "result", too_late)
+        error = failure_of(lambda: dcp_calls.save(state(1), writer))
+    assert type(error) is TimeoutError and str(error) == "the alarm rang"
+    real_worker.wait_until(lambda: all(slot.free for slot in slots_of(writer)), "no slot is in use")
+    assert_saved(tmp_path / "c", state(1))
