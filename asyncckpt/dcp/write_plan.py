@@ -326,11 +326,9 @@ def encode_leaf(planner: SavePlanner, item: WriteItem) -> Any:
 
 def encode_exactly(value: Any) -> Any:
     """Return the JSON form of a value if it preserves all types; else None."""
-    if not _keeps_types(value):
-        return None
     try:
-        return encode_value(value, _extend)
-    except UnknownTypeError:
+        return encode_value(value, _extend) if _keeps_types(value) else None
+    except (UnknownTypeError, RecursionError):  # RecursionError: a container contains itself
         return None
 
 

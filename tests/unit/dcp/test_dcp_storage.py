@@ -291,6 +291,14 @@ def test_a_type_that_torch_was_told_is_safe_comes_back_as_that_type(tmp_path: Pa
     assert type(found["p"]) is Point and type(found["inside"][0][0]) is Point
 
 
+def test_a_container_that_contains_itself_comes_back_as_stock_torch_pickles_it(tmp_path: Path) -> None:
+    circle: list[Any] = [1]
+    circle.append(circle)
+    dcp_calls.save({"c": (circle,), "t": torch.ones(1)}, StorageWriter(tmp_path / "c"))
+    found = dcp_calls.load({"c": None}, StorageReader(tmp_path / "c"))["c"][0]
+    assert found[0] == 1 and found[1] is found
+
+
 def test_what_a_checkpointer_pickled_needs_leave(tmp_path: Path) -> None:
     with asyncckpt.SyncCheckpointer(fsync=False, allow_pickle=True) as checkpointer:
         checkpointer.save({"p": {"q": range(3)}, "n": 1}, tmp_path / "c")
