@@ -28,7 +28,7 @@ from asyncckpt.format.state_tree import (
     members,
 )
 from asyncckpt.loading.key_selection import Selection, selected
-from asyncckpt.loading.saved_state import kind_of
+from asyncckpt.loading.saved_state import is_optimizer_state, kind_of
 
 _SEQUENCE_TYPES = (list, tuple, deque)
 
@@ -99,7 +99,7 @@ def appended_members(node: Node, found: Node, key: Key, parent: Node) -> tuple[N
         parent: The node of that container.
     """
     appended: tuple[Node, ...] = found[1][len(node[1]) :]
-    if node[0] != LIST or not appended or (key == "param_groups" and _is_optimizer_state(parent)):
+    if node[0] != LIST or not appended or (key == "param_groups" and is_optimizer_state(parent)):
         return None
     form = form_in(node)
     if form is not None and form[1] is not None and form[1] < len(found[1]):
@@ -109,11 +109,7 @@ def appended_members(node: Node, found: Node, key: Key, parent: Node) -> tuple[N
 
 def is_returned_state(node: Node) -> bool:
     """Whether a node is the state that `state_dict()` of a module or an optimizer returned."""
-    return (node[0] == ORDERED_DICT and node[2] is not None) or _is_optimizer_state(node)
-
-
-def _is_optimizer_state(node: Node) -> bool:
-    return node[0] in MAPPINGS and {"state", "param_groups"}.issubset(node[1][::2])
+    return (node[0] == ORDERED_DICT and node[2] is not None) or is_optimizer_state(node)
 
 
 def without_per_rank(node: Node) -> Node:

@@ -109,7 +109,10 @@ class SavedTree:
                 view = self._view(rank, own=rank == self.reader_rank)
                 seen = view.renumbered(structure.tree, ())
                 self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))
-            joined = seen if joined is None else joined if seen is None else _joined(joined, seen)
+            if joined is None or seen is None:
+                joined = seen if joined is None else joined
+            else:
+                joined = _joined(joined, seen, is_own=self.reader_rank is not None)
         self.tree: Node = joined or (DICT, ())
 
     def _view(self, rank: int, *, own: bool) -> _RankView:
@@ -330,17 +333,38 @@ class _RankView:
         return (kind, tuple(items), None if node[2] is None else node[2] + self._first_object)
 
 
-def _joined(first: Node, other: Node) -> Node:
+def _joined(first: Node, other: Node, *, is_own: bool) -> Node:
+    """Return `first` with what only `other` has.
+
+    IMPORTANT: integer keys in states of optimizers are numbers of this rank's parameters. With `is_own`, `first` is of
+    a reader that gets back what it has saved, so nothing is added to such a state.
+    """
     if first is OTHER_RANKS_ONLY:
         return other
     if first[0] in MAPPINGS and other[0] in MAPPINGS:
+        if is_own and is_optimizer_state(first) and _has_parameter_numbers(other):
+            return first
         members = dict(zip(first[1][::2], first[1][1::2], strict=True))
         for key, child in zip(other[1][::2], other[1][1::2], strict=True):
-            members[key] = _joined(members[key], child) if key in members else child
+            members[key] = _joined(members[key], child, is_own=is_own) if key in members else child
         return (first[0], tuple(m for pair in members.items() for m in pair), *first[2:])
     if first[0] in SEQUENCES and first[0] == other[0] and len(first[1]) == len(other[1]):
-        return (first[0], tuple(_joined(a, b) for a, b in zip(first[1], other[1], strict=True)), *first[2:])
+        pairs = zip(first[1], other[1], strict=True)
+        return (first[0], tuple(_joined(a, b, is_own=is_own) for a, b in pairs), *first[2:])
     return first
+
+
+def is_optimizer_state(node: Node) -> bool:
+    """Whether a node is the state that `state_dict()` of an optimizer returned."""
+    return node[0] in MAPPINGS and {"state", "param_groups"}.issubset(node[1][::2])
+
+
+def _has_parameter_numbers(node: Node) -> bool:
+    """Whether a node is the state of an optimizer with parameter numbers as keys."""
+    if not is_optimizer_state(node):
+        return False
+    state = next(child for key, child in members(node) if key == "state")
+    return state[0] in MAPPINGS and any(type(key) is int for key in state[1][::2])
 
 
 def _without_other_ranks(node: Node) -> Node:

@@ -95,6 +95,38 @@ def test_what_a_rank_lacks_comes_from_the_lowest_that_has_it(tmp_path: Path, cap
     assert record.getMessage().endswith(": t, x")
 
 
+def trained(n_parameters: int, n_used: int, value: float) -> torch.optim.Optimizer:
+    """Return an optimizer that has a state of the first `n_used` of its parameters, which differ between ranks."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(n_parameters)]
+    for parameter in parameters[:n_used]:
+        parameter.grad = torch.full((2,), value)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("counts", [[(2, 2), (4, 4)], [(3, 2), (3, 3)], [(3, 0), (3, 3)]], ids=str)
+def test_an_optimizer_gets_no_state_of_another_rank_s_parameters_of_these_numbers(
+    tmp_path: Path, counts: list[tuple[int, int]]
+) -> None:
+    """Pipeline stages, and experts that were not used yet: what is number 2 here is another parameter there."""
+    saved = [{"optim": trained(*count, 1.0 + rank).state_dict()} for rank, count in enumerate(counts)]
+    path = save_ranks(tmp_path / "c", saved)
+    for rank, (n_parameters, _) in enumerate(counts):
+        assert_same(read(path, rank, 2), saved[rank])
+        for n_used in (0, n_parameters):
+            target = trained(n_parameters, n_used, 9.0)
+            read(path, rank, 2, {"optim": target})
+            assert_same(target.state_dict(), saved[rank]["optim"])
+
+
+def test_named_states_of_an_optimizer_are_joined(tmp_path: Path) -> None:
+    states = [{"optim": {"state": {name: {"m": torch.ones(1)}}, "param_groups": []}} for name in ("a.w", "b.w")]
+    path = save_ranks(tmp_path / "c", states)
+    for rank, world_size in ((0, 2), (1, 2), (0, 1)):
+        assert read(path, rank, world_size)["optim"]["state"].keys() == {"a.w", "b.w"}
+
+
 def test_equal_objects_of_all_ranks_are_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     states = [{"n": 1, "f": float("nan"), "rng": PerRank(rank)} for rank in range(2)]
     path = save_ranks(tmp_path / "c", states)
