@@ -80,6 +80,8 @@ class SavedTree:
         tensors: The saved tensors, by number.
         keeps_empty_containers: Whether empty containers are in the tree; other formats may not be able to store them.
         is_single_rank: Whether only one rank has saved, and its number is the reader's.
+        unlike: At another world size, FQNs under which a rank has another kind of value than the rank whose value is in
+            the tree, or a list of another length.
     """
 
     def __init__(self, contents: Contents, reader: RankInfo) -> None:
@@ -91,6 +93,7 @@ class SavedTree:
         self._contents = contents
         self._first_objects: list[int] = []
         self._per_rank_names: dict[str, None] = {}
+        self.unlike: set[str] = set()
         first_object = 0
         for part in contents.ranks:
             self._first_objects.append(first_object)
@@ -112,8 +115,31 @@ class SavedTree:
             if joined is None or seen is None:
                 joined = seen if joined is None else joined
             else:
-                joined = _joined(joined, seen, is_own=self.reader_rank is not None)
+                joined = self._join(joined, seen, ())
         self.tree: Node = joined or (DICT, ())
+
+    def _join(self, first: Node, other: Node, path: Path) -> Node:
+        """Return `first` with what only `other` has.
+
+        IMPORTANT: integer keys in states of optimizers are numbers of this rank's parameters. A reader that gets back
+        what it has saved gets nothing else in such a state.
+        """
+        if first is OTHER_RANKS_ONLY:
+            return other
+        if first[0] in MAPPINGS and other[0] in MAPPINGS:
+            if self.reader_rank is not None and is_optimizer_state(first) and _has_parameter_numbers(other):
+                return first
+            items = dict(zip(first[1][::2], first[1][1::2], strict=True))
+            for key, child in zip(other[1][::2], other[1][1::2], strict=True):
+                items[key] = self._join(items[key], child, (*path, key)) if key in items else child
+            return (first[0], tuple(m for pair in items.items() for m in pair), *first[2:])
+        if first[0] in SEQUENCES and first[0] == other[0] and len(first[1]) == len(other[1]):
+            pairs = enumerate(zip(first[1], other[1], strict=True))
+            return (first[0], tuple(self._join(a, b, (*path, n)) for n, (a, b) in pairs), *first[2:])
+        are_unlike = other is not OTHER_RANKS_ONLY and (first[0] != other[0] or first[0] in SEQUENCES)
+        if self.reader_rank is None and are_unlike:
+            self.unlike.add(fqn_of(path))
+        return first
 
     def _view(self, rank: int, *, own: bool) -> _RankView:
         entries = self._contents.ranks[rank].structure.tensors
@@ -333,27 +359,6 @@ class _RankView:
         return (kind, tuple(items), None if node[2] is None else node[2] + self._first_object)
 
 
-def _joined(first: Node, other: Node, *, is_own: bool) -> Node:
-    """Return `first` with what only `other` has.
-
-    IMPORTANT: integer keys in states of optimizers are numbers of this rank's parameters. With `is_own`, `first` is of
-    a reader that gets back what it has saved, so nothing is added to such a state.
-    """
-    if first is OTHER_RANKS_ONLY:
-        return other
-    if first[0] in MAPPINGS and other[0] in MAPPINGS:
-        if is_own and is_optimizer_state(first) and _has_parameter_numbers(other):
-            return first
-        members = dict(zip(first[1][::2], first[1][1::2], strict=True))
-        for key, child in zip(other[1][::2], other[1][1::2], strict=True):
-            members[key] = _joined(members[key], child, is_own=is_own) if key in members else child
-        return (first[0], tuple(m for pair in members.items() for m in pair), *first[2:])
-    if first[0] in SEQUENCES and first[0] == other[0] and len(first[1]) == len(other[1]):
-        pairs = zip(first[1], other[1], strict=True)
-        return (first[0], tuple(_joined(a, b, is_own=is_own) for a, b in pairs), *first[2:])
-    return first
-
-
 def is_optimizer_state(node: Node) -> bool:
     """Whether a node is the state that `state_dict()` of an optimizer returned."""
     return node[0] in MAPPINGS and {"state", "param_groups"}.issubset(node[1][::2])
@@ -502,12 +507,14 @@ def report_rank_differences(
     differing: list[str] = []
     numbers: dict[str, int] = {}
     for fqn, node in found:
-        if node[0] == OBJECT:
-            numbers[fqn] = node[1]
-            continue
-        own = split_per_rank_name(saved.tensors[node[1]].fqn)
-        if own is not None and own[1] != saved.reader_rank:
+        if saved.unlike and not saved.unlike.isdisjoint((fqn, *prefixes(fqn))):
             differing.append(fqn)
+        elif node[0] == OBJECT:
+            numbers[fqn] = node[1]
+        else:
+            own = split_per_rank_name(saved.tensors[node[1]].fqn)
+            if own is not None and own[1] != saved.reader_rank:
+                differing.append(fqn)
     differing += _differing_objects(contents, saved, objects, files, numbers)
     if differing:
         shown = ", ".join(differing[:MAX_SHOWN]) + (

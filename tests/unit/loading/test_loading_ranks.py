@@ -75,6 +75,33 @@ def test_another_world_size_gets_the_lowest_ranks_values_and_is_told_once(
     assert record.getMessage().endswith("model.mean, seen")
 
 
+T = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("values", "unlike"),
+    [
+        ([None, T], ["x"]),
+        ([T, {"y": T}], ["x"]),
+        ([{"y": {"z": T}}, {"y": T}], ["x.y.z"]),
+        ([[1, T], [1, T, T]], ["x.0", "x.1"]),
+        ([(T,), [T]], ["x.0"]),
+        ([{"y": T}, OrderedDict(y=T, z=T)], []),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_kind_or_length_on_another_rank_is_told_too(
+    tmp_path: Path, values: list[Any], unlike: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_ranks(tmp_path / "c", [{"x": value, "same": T} for value in values])
+    for rank in range(2):
+        read(path, rank, 2)
+    assert not caplog.records
+    read(path, 0, 1)
+    told = [record.getMessage().rpartition("are loaded: ")[2] for record in caplog.records]
+    assert told == ([", ".join(unlike)] if unlike else [])
+
+
 def test_filling_a_target_follows_the_same_rules(path: str, caplog: pytest.LogCaptureFixture) -> None:
     target = {"model": {"mean": torch.zeros(3)}, "seen": -1, "step": 0}
     read(path, 2, 3, target)
