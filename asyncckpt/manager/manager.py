@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -229,13 +230,16 @@ class CheckpointManager:
         self._advisor = IntervalAdvisor(mtbf_s)
         self._owns_checkpointer = checkpointer is None
         self.checkpointer = checkpointer or AsyncCheckpointer(**{"overwrite": not is_object_url(self.root), **fields})
-        try:
+        with contextlib.ExitStack() as undo:
+            if self._owns_checkpointer:
+                undo.callback(self.checkpointer.close)
             rank = self._rank = self.checkpointer.rank_info
             self._rank_changes = self.checkpointer.rank_changes
             here = path_digest(self.root)
             name = f"manager/{here}-{next(_COUNTS[here])}" if rank.world_size > 1 else ""
             self._coordinator = StepCoordinator(rank, self.checkpointer.exchange, name)
             self._preemption = Preemption(preemption_signal, grace_s, rank.world_size, self._coordinator.poll_often)
+            undo.callback(self._preemption.close)  # else nobody handles the signal
             self._last_state = LastState(self._preemption.is_on)
             self._asked_step: int | None = None
             self._last_handle: SaveHandle | None = None
@@ -272,10 +276,7 @@ class CheckpointManager:
                     mirror_policy=mirror_policy,
                     exporting=tuple if self._exports is None else self._exports.busy,
                 )
-        except BaseException:
-            if self._owns_checkpointer:
-                self.checkpointer.close()
-            raise
+            undo.pop_all()
 
     def _make_clock(self, interval_s: float | None) -> LocalClock | SharedClock | None:
         if interval_s is None:

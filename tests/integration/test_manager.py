@@ -420,6 +420,19 @@ def test_settings_that_make_no_sense_are_refused(
     assert caught.value.field == field
 
 
+def test_a_manager_that_is_refused_leaves_the_signal_to_the_handler_before(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with SyncCheckpointer() as checkpointer, pytest.raises(ConfigError, match="export_to"):
+        CheckpointManager(
+            tmp_path,
+            checkpointer=checkpointer,
+            preemption_signal=signal.SIGUSR1,
+            export_every=1,
+            export_to=tmp_path,
+        )
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
 def test_an_unknown_setting_is_told_its_nearest_name(tmp_path: Path) -> None:
     said = r"unknown field 'max_to_kep'; the nearest is 'max_to_keep'; .*endpoint.*slots"
     with pytest.raises(ConfigError, match=said):
