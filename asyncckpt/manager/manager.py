@@ -215,6 +215,8 @@ class CheckpointManager:
             raise ConfigError(
                 "export_to and export_options are about exports: give export_every=", field="export_every"
             )
+        if best_fn is not None and not callable(best_fn):
+            raise ConfigError(f"best_fn={best_fn!r}: expected a function that takes metrics", field="best_fn")
         if best_fn is not None and max_to_keep == 1:
             raise ConfigError(
                 "max_to_keep=1 with best_fn: the newest and the best stay, so it must be 2 at least",
