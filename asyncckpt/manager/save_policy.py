@@ -66,6 +66,8 @@ class SavePolicy:
                 )
         if when is not None and not callable(when):
             raise ConfigError(f"save_when={when!r}: expected a function that takes a step", field="save_when")
+        if on_steps is not None and not isinstance(on_steps, Collection):  # a generator could be read once only
+            raise ConfigError(f"save_on_steps={on_steps!r}: expected a list or set of steps", field="save_on_steps")
         self._interval_steps, self._when, self._clock = interval_steps, when, clock
         self._on_steps = (
             None if on_steps is None else frozenset(checked_step(step, "save_on_steps") for step in on_steps)

@@ -386,6 +386,7 @@ def test_a_synchronous_checkpointer_is_managed_alike(tmp_path: Path) -> None:
         *(({"save_interval_steps": steps}, "save_interval_steps") for steps in (0, 1.5, True)),
         ({"save_when": 3}, "save_when"),
         ({"best_fn": "loss"}, "best_fn"),
+        *(({"save_on_steps": steps}, "save_on_steps") for steps in (5, iter([5]))),
         ({"mtbf_s": -1}, "mtbf_s"),
         *(({"grace_s": grace_s}, "grace_s") for grace_s in (0, -1.0, math.inf, None, "1")),
         *(
