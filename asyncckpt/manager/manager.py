@@ -472,7 +472,10 @@ class CheckpointManager:
         self._check_ranks()
         step = checked_step(step)
         self._claim_root()
-        more = manager_metadata(self._ancestry, metrics)
+        try:
+            metadata = {**dict(metadata or {}), **manager_metadata(self._ancestry, metrics)}
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"metadata and metrics must be dicts of JSON values: {error}", field="metrics") from error
         if self._mirror_names is not None:
             kw.setdefault("mirror", self._mirror_names.path(step))
         config = self.checkpointer.config
@@ -487,9 +490,7 @@ class CheckpointManager:
             self._retention.save_begins(hold, max_wait_s, lambda: self._preemption.grace_left_s is not None)
             began = time.monotonic()
             with self._preemption.log_if_late(step):
-                handle = self.checkpointer.save(
-                    state, self._names.path(step), step=step, metadata={**(metadata or {}), **more}, **kw
-                )
+                handle = self.checkpointer.save(state, self._names.path(step), step=step, metadata=metadata, **kw)
             if self._exports is not None and self._exports.is_due(step, self._last_step):
                 self._exports.request(hold.name, step, handle if isinstance(handle, SaveHandle) else None)
             self._free_at_the_end(hold, handle)

@@ -529,6 +529,16 @@ def test_arguments_that_no_part_takes_are_refused(manager: Managers) -> None:
         managed.save(1, {"w": torch.zeros(3)}, unheard_of=3)
 
 
+@pytest.mark.parametrize("given", [{"metadata": 5}, {"metrics": 5}, {"metrics": "loss"}, {"metadata": [1]}])
+def test_metrics_and_metadata_that_are_no_dicts_are_refused_with_a_typed_error(
+    manager: Managers, given: dict[str, Any]
+) -> None:
+    with manager() as managed:
+        with pytest.raises(ConfigError, match="must be dicts of JSON values"):
+            managed.save(1, {"step": 1}, **given)
+        save(managed, 2)
+
+
 def test_waiting_ends_at_its_timeout(worker: RealWorker, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, endpoint=worker.endpoint) as managed:
         save(managed, 1)
