@@ -43,6 +43,7 @@ from asyncckpt.manager.save_policy import IntervalAdvisor, LocalClock, SavePolic
 from asyncckpt.manager.step_agreement import StepCoordinator
 from asyncckpt.restore import RestoredCheckpoint
 from asyncckpt.save_handle import SaveFuture, SaveHandle, SaveReport
+from asyncckpt.state_dict.flatten import check_mapping
 from asyncckpt.storage.locate import with_storage_options
 from asyncckpt.training_step import checked_step
 
@@ -322,6 +323,7 @@ class CheckpointManager:
         Raises:
             ConfigError: `step` is not a valid step.
             CheckpointNotFoundError: There is no checkpoint of `step`.
+            UnsupportedLeafError: `state` is not a mapping.
             ConfigError: The process group was initialized, or initialized again, after the manager was made.
             NoSoundCheckpointError: There are checkpoints, and none verifies.
             MissingKeysError: The checkpoint lacks what `state` has.
@@ -333,6 +335,8 @@ class CheckpointManager:
         self._check_ranks()
         self._has_looked = True
         options.setdefault("quarantine", self._quarantine)
+        if state is not None:
+            check_mapping(state)  # in a first run too, which has nothing to load
         masters = MasterParams(state.values() if state is not None else ())
         path = self.root if step is None else self._names.path(step)
         found = self.checkpointer.restore_first(

@@ -226,6 +226,20 @@ StateOf = Callable[[Any, Path], Any]
 """(object with a `state_dict()`, its path) -> its state; or the object itself, which makes it a leaf."""
 
 
+def check_mapping(state_dict: Any) -> None:
+    """Check that a state dict is a mapping.
+
+    Raises:
+        UnsupportedLeafError: It is not.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise UnsupportedLeafError(
+            f"the state dict is a {type(state_dict).__name__}, expected a dict, such as {{'model': model}}",
+            leaf="",
+            type_name=type(state_dict).__name__,
+        )
+
+
 def flatten(
     state_dict: Any, state_of: StateOf | None = None, *, allow_pickle: bool = False, is_target: bool = False
 ) -> Flattened:
@@ -241,12 +255,7 @@ def flatten(
     Raises:
         UnsupportedLeafError: It is not a mapping, or a leaf cannot be stored, or filled; `leaf` is its FQN.
     """
-    if not isinstance(state_dict, Mapping):
-        raise UnsupportedLeafError(
-            f"the state dict is a {type(state_dict).__name__}, expected a dict, such as {{'model': model}}",
-            leaf="",
-            type_name=type(state_dict).__name__,
-        )
+    check_mapping(state_dict)
     walk = _Walk(state_of or StateDictCache(), allow_pickle, is_target)
     tree = walk.mapping(state_dict)
     tensors, shards = walk.tensors_and_shards()

@@ -27,6 +27,7 @@ from asyncckpt.errors import (
     CheckpointNotFoundError,
     ConfigError,
     NoSoundCheckpointError,
+    UnsupportedLeafError,
     WaitTimeoutError,
 )
 from asyncckpt.manager.root_lock import ROOT_LOCK_NAME
@@ -537,6 +538,14 @@ def test_metrics_and_metadata_that_are_no_dicts_are_refused_with_a_typed_error(
         with pytest.raises(ConfigError, match="must be dicts of JSON values"):
             managed.save(1, {"step": 1}, **given)
         save(managed, 2)
+
+
+@pytest.mark.parametrize("n_saved", [0, 1])
+def test_restore_refuses_a_bare_model_in_the_first_run_too(manager: Managers, n_saved: int) -> None:
+    with manager(preemption_signal=()) as managed:
+        save(managed, *range(n_saved))
+        with pytest.raises(UnsupportedLeafError, match="expected a dict"):
+            managed.restore(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_waiting_ends_at_its_timeout(worker: RealWorker, tmp_path: Path) -> None:
