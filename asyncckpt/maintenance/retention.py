@@ -396,7 +396,7 @@ def _score_of(manifest: Manifest, score: Score | None) -> float | None:
     try:
         return float(score(metrics))
     except Exception as error:
-        _log.warning("best_fn fails for the metrics of step %d, %r: %r", manifest.step, dict(metrics), error)
+        _log.warning("best_fn fails for the metrics of step %d, %.500r: %.500r", manifest.step, dict(metrics), error)
         return None
 
 

@@ -405,6 +405,13 @@ def test_a_score_that_fails_is_none_and_that_is_said(tmp_path: Path, caplog: pyt
     assert "step 2" in caplog.text
 
 
+def test_of_many_metrics_only_the_first_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    many = {f"task {n}": float(n) for n in range(3000)}
+    save(tmp_path, 1, SaveId(1, 1, "0" * 12), metadata=policy.manager_metadata((), many))
+    survey(str(tmp_path), STORE, score=lambda metrics: float(metrics["loss"]))
+    assert "task 0" in caplog.text and "KeyError('loss')" in caplog.text and len(caplog.text) < 2000
+
+
 @pytest.mark.parametrize("delisted", [False, True])
 def test_after_a_kill_at_any_call_it_is_whole_or_no_checkpoint_and_goes_the_next_time(
     tmp_path: Path, delisted: bool
