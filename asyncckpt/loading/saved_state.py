@@ -499,7 +499,9 @@ def per_rank_unavailable(
 def report_rank_differences(
     contents: Contents, saved: SavedTree, objects: SavedObjects, files: Files, found: Iterable[tuple[str, Node]]
 ) -> None:
-    """Log which leaves (FQN and node in `found`) are read from another rank although the ranks' values differ.
+    """Log which leaves (FQN and node in `found`) are read from another rank although the ranks may have other values.
+
+    They may be equal nevertheless: a tensor that the ranks did not agree on yet is each rank's own.
 
     Raises:
         CorruptCheckpointError, UnsupportedFormatError, OSError: An objects file cannot be read.
@@ -521,7 +523,7 @@ def report_rank_differences(
             f" and {len(differing) - MAX_SHOWN} more" if len(differing) > MAX_SHOWN else ""
         )
         _logger.warning(
-            "%s: %d values differ between the %d ranks that saved them; those of the lowest rank are loaded: %s",
+            "%s: %d values may differ between the %d ranks that saved them; those of the lowest rank are loaded: %s",
             contents.path,
             len(differing),
             len(contents.ranks),
