@@ -242,7 +242,7 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
         state = _field(raw, "state", str)
         if state == STATE_ABANDONED:
             raise CheckpointNotCommittedError(
-                f"{path} holds a save that was begun, never committed, and given up by `asyncckpt gc`; load another "
+                f"{path} holds a save that was begun, never committed, and given up by a clean-up; load another "
                 "checkpoint",
                 path=path,
             )

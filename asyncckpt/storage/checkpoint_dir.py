@@ -372,7 +372,7 @@ def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         return tombstone
     if tombstone is not None:
         raise CheckpointExistsError(
-            f"{path}: save {save_id} was given up by `asyncckpt gc` (tombstone of {tombstone.save_id}), since its "
+            f"{path}: save {save_id} was given up by a clean-up (tombstone of {tombstone.save_id}), since its "
             "files had not changed for a long time. Save again",
             path=path,
             save_id=str(save_id),
