@@ -49,11 +49,11 @@ class CheckpointerConfig:
         staging: How the state is copied. "blocking": everything before `save()` returns. "overlap": what attached
             optimizers own is copied during the next forward and backward passes; if no optimizer is attached, that
             holds for the whole state, and the caller must not change a tensor before `fence()` or `staged`. Host
-            tensors below 64 KiB are always copied before `save()` returns. "device": what lies on a GPU is first copied
-            there, so that it may change as soon as `save()` has returned; if the GPU has no memory for that, and for
-            what lies in host memory, as "auto". "auto": "overlap" once an optimizer is attached, except for host memory
-            where torch's threads use every core, as copying at once then costs the training less; without an optimizer
-            "blocking". Default: "auto".
+            tensors below 64 KiB are copied before `save()` returns, except where the state is larger than
+            `arena_limit_bytes`. "device": what lies on a GPU is first copied there, so that it may change as soon as
+            `save()` has returned; if the GPU has no memory for that, and for what lies in host memory, as "auto".
+            "auto": "overlap" once an optimizer is attached, except for host memory where torch's threads use every
+            core, as copying at once then costs the training less; without an optimizer "blocking". Default: "auto".
         overlap_check: How to detect writes that no version counter shows, in tensors that are copied while the training
             goes on. "sample": compare a window of each tensor at `save()` and after the copy, in the slot and in the
             tensor. That is less than 1 % of the bytes, at most 1 KiB a tensor, and other windows at each save, so that

@@ -142,8 +142,8 @@ def read_from_source(
         SnapshotUnavailableError: `source` is "memory", and the worker does not hold the checkpoint.
         AsyncCkptError, OSError: Reading or `use` failed.
 
-    Blocks: for the worker's answer, if there is a worker: at most `ANSWER_S`, or `LONG_ANSWER_S` if the checkpoint is
-        not on disk; and for `use`.
+    Blocks: for the worker's answer, if there is a worker: at most `ANSWER_S` for each of two answers, or
+        `LONG_ANSWER_S` if the checkpoint is not on disk; and for `use`.
     """
     if source == "memory":
         return _read_uncommitted(path, source, endpoint, files, use, None)

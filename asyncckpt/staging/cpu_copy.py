@@ -43,8 +43,8 @@ THREAD_NBYTES = 8 << 20
 """One thread is used for each so many bytes. Chosen, not measured: starting one costs 0.1 ms, the time to copy 1 MB."""
 
 MIN_DEFERRED_NBYTES = LARGE_NBYTES
-"""Smaller tensors in host memory are copied before `save()` returns, in every mode: to defer one costs the training
-thread 4.6 microseconds and the copier 1.6 (20,000 of 16 KiB, an EPYC), as long as it takes to copy 64 KiB."""
+"""Smaller tensors in host memory are copied before `save()` returns, except through a ring: to defer one costs the
+training thread 4.6 microseconds and the copier 1.6 (20,000 of 16 KiB, an EPYC), as long as it takes to copy 64 KiB."""
 
 MIN_SHARED_TENSORS = 2000
 """From so many tensors that torch copies, a second thread copies half of them: they take 4 ms. Chosen, not measured."""
