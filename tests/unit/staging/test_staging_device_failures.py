@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from real_worker import wait_until
 from simulated_saves import PIECE_NBYTES, Saver, bits, note_seals
 
 from asyncckpt.errors import AsyncCkptError, SlotBusyError, SlotTimeoutError, StagingError
@@ -296,8 +297,11 @@ def test_a_fence_that_cannot_enqueue_the_copies_fails_the_save_and_seals_nothing
 ) -> None:
     assert_saved(saver, state)
     device.frozen = True
+    before = len(device.calls)
     saver.save(state)
     handle = saver.save(state)  # behind the other one, so that the fence comes first
+    # The other one asks whether its copies have run: all of them are enqueued, and none of its calls can fail.
+    wait_until(lambda: any(call.name == "done" for call in device.calls[before:]), "copies enqueued")
     if interrupts:
         copy = device.copy
 
