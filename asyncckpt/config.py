@@ -65,9 +65,9 @@ class CheckpointerConfig:
             the first is still being written. Default: 2.
         on_busy: What `save()` does while every slot is in use: "wait" for one, "skip" this save, or raise an "error".
             Default: "wait".
-        slot_timeout_s: Seconds to wait for a slot with on_busy="wait"; for a save that goes through segments, seconds
-            to wait for one of them to be written. While another worker is looked for, `worker_start_timeout_s` longer.
-            Default: 600.0.
+        slot_timeout_s: Seconds to wait for a slot, or until an earlier save has ended on all ranks, with
+            on_busy="wait"; for a save that goes through segments, seconds to wait for one of them to be written. While
+            another worker is looked for, `worker_start_timeout_s` longer. Default: 600.0.
         arena_limit_bytes: Upper bound in bytes for all slots of this process together; None: what the machine has. A
             state that does not fit goes through the memory in segments, and its save takes as long as writing. Default:
             None.

@@ -23,7 +23,8 @@ MAX_KNOWN = 1024
 OUTCOME_TIMEOUT_S = 5.0
 """How long to wait for the outcome of a save that has ended, after a worker was lost, before it is assumed (the save
 was committed) or counted as lost (it has failed). A worker that knows the outcome reports it within this time. Chosen:
-twice what a follower waits for a leader that may know (`follower.FOUND_S`), and the start of a worker."""
+what a follower waits for a leader that may know (`follower.FOUND_S`), and the start of a worker. While no worker is
+lost, the wait ends with `slot_timeout_s` (`SlotStager._await_outcome`)."""
 
 Send = Callable[[Callable[[int], messages.Message]], "Future[messages.Message] | None"]
 """Sends a request, made from its id; None when there is no session."""

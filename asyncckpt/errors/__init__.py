@@ -111,7 +111,7 @@ class SlotBusyError(AsyncCkptError, RuntimeError, code="slot_busy", fields=("sav
 class SlotTimeoutError(
     AsyncCkptError, TimeoutError, code="slot_timeout", fields=("save_id", "step", "path", "timeout_s")
 ):
-    """No slot became free within `slot_timeout_s`."""
+    """No slot became free, or an earlier save did not end on all ranks, within `slot_timeout_s`."""
 
 
 class InsufficientMemoryError(
