@@ -82,7 +82,7 @@ check: .venv/.dev
 	.venv/bin/python docs/check_formats.py
 	.venv/bin/python docs/check_promises.py
 	.venv/bin/python docs/check_docs.py
-	.venv/bin/python -m pytest -q tests/unit/test_architecture.py $$(find tests/unit -name "test_spec_*.py") tests/unit/test_parity.py tests/unit/format/test_formats.py tests/unit/test_promises.py tests/unit/test_docs.py tests/unit/test_contributor_pages.py
+	.venv/bin/python -m pytest -q tests/unit/test_architecture.py $$(find tests/unit -name "test_spec_*.py") tests/unit/protocol/test_protocol_version.py tests/unit/test_parity.py tests/unit/format/test_formats.py tests/unit/test_promises.py tests/unit/test_docs.py tests/unit/test_contributor_pages.py
 
 # Of the unit tests those that import torch: the rooms that do not cannot tell the difference. The measurements want numpy.
 test-nonumpy: .venv-core/.stamp

@@ -29,7 +29,9 @@ class SaveReport:
             `arena_limit_bytes`, and was copied in segments through a ring of so many bytes. "reused_nbytes", with
             `reuse="auto"`: so many of this rank's bytes were linked instead of written. If all tensors of a committed
             save are bit for bit those that the run has committed at another step: "same_tensors_as_step" is that step,
-            and "unchanged" says that the other leaves are equal too, except for the step.
+            and "unchanged" says that the other leaves are equal too, except for the step. "resubmitted": so many
+            further workers got the slot, since those before them had died. "kept": the files that a dead worker had
+            completed were used.
     """
 
     save_id: str

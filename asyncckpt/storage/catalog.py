@@ -226,9 +226,9 @@ def scan(root: str, store: Store, *, recursive: bool = False, links: bool = Fals
         root: A directory.
         store: Store that holds it.
         recursive: Whether to look at any depth.
-        links: Whether to include symbolic links in `root` that lead to checkpoints elsewhere, for callers that read.
-            A link to a checkpoint in `root` itself is left out; a broken link is `unreadable`. Callers that remove
-            checkpoints pass False.
+        links: Whether to include symbolic links in `root` that lead to checkpoints elsewhere, for callers that choose
+            or list what can be loaded. A link to a checkpoint in `root` itself is left out; a broken link is
+            `unreadable`. Callers that remove checkpoints, or add up their sizes, pass False.
 
     Returns:
         The checkpoints, ordered by path. Empty if there are none.

@@ -69,6 +69,15 @@ def test_ls_lists_by_lineage_and_shows_what_is_not_committed(root: Path, command
     assert rows[0]["nbytes"] > 800_000
 
 
+def test_ls_lists_what_a_restore_finds_behind_a_link(root: Path, tmp_path: Path, command: Command) -> None:
+    shutil.copytree(root / "b", tmp_path / "old")
+    (tmp_path / "newest").symlink_to(root / "a")
+    (tmp_path / "latest").symlink_to("old")
+    listed = [row["path"] for row in json.loads(command("ls", tmp_path, "--json")[1])]
+    assert listed == [str(tmp_path / "old"), str(tmp_path / "newest")], "not twice what is there already"
+    assert asyncckpt.latest_checkpoint(tmp_path) == listed[-1]
+
+
 def test_ls_of_nothing(tmp_path: Path, command: Command) -> None:
     assert command("ls", tmp_path)[:2] == (0, f"no checkpoints in {tmp_path}; -r searches subdirectories\n")
     assert command.json("ls", tmp_path) == (0, [])

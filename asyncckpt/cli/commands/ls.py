@@ -3,6 +3,7 @@
 The order is that of the saves, not of the steps: after a rollback to an earlier step, the checkpoints of the new branch
 are the newest. Then follow unfinished saves, saves that were given up (abandoned), damaged checkpoints that
 restore_latest has renamed (quarantined), and other damaged ones. With -r, each directory is listed in this order.
+Symbolic links in the directory to checkpoints elsewhere are listed too, as restores take them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; exit codes: 4 there is no such directory, 1 it cannot be read."""
     root, files = existing_directory(args.root)
-    found = sorted(scan(root, store_over(files), recursive=args.recursive), key=_order)
+    found = sorted(scan(root, store_over(files), recursive=args.recursive, links=True), key=_order)
     others = _others(root, {f.path for f in found}, files, depth=_ANY_DEPTH if args.recursive else 1)
     rows = [_row(f, NATIVE, files) for f in found]
     rows += [_row(Found(path=path, state=FOREIGN), kind, files) for path, kind in others]

@@ -8,7 +8,8 @@ import wire_schema
 
 WHAT_TO_DO = (
     "what goes over the wire has changed. Raise PROTOCOL_VERSION in asyncckpt/protocol/messages.py and both numbers in "
-    "asyncckpt/protocol/SPEC.md, then keep what it stands for: python tests/golden/make_wire.py"
+    "asyncckpt/protocol/SPEC.md and that in tests/spec_client.py, then keep what it stands for: "
+    "python tests/golden/make_wire.py"
 )
 
 

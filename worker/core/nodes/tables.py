@@ -91,7 +91,7 @@ def part_row(save_id: str, part: RankSave, *, recovering: bool) -> dict[str, Any
 
 
 def begin_of(row: Row) -> Begin:
-    """Return the Begin of a row."""
+    """Return the Begin of a row. It has no `fsync`: the leader makes no directories for ranks of other nodes."""
     return Begin(
         id=0,
         save_id=row["save_id"],
