@@ -216,7 +216,7 @@ class CheckpointMetadata:
             pass  # torch flattens a container that asyncckpt stores as one leaf, and two leaves get the same FQN
         if not self._values:
             for path, node in leaves(self._tree.tree):
-                if node is not OTHER_RANKS_ONLY:
+                if node is not OTHER_RANKS_ONLY and fqn_of(path) not in self._values:
                     self._values[fqn_of(path)], self._paths[fqn_of(path)] = (
                         self._skeleton(node),
                         tuple(key if isinstance(key, (str, int)) else str(key) for key in path),

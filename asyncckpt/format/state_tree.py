@@ -301,7 +301,7 @@ def composite_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
 
 
 def named_leaves(node: Node) -> dict[str, Node]:
-    """Return leaf nodes by FQN, in the order of the state dict. Of two leaves with one FQN the last is returned.
+    """Return leaf nodes by FQN, in the order of the state dict. Of two leaves with one FQN the first is returned.
 
     Missing members of lists, which are nodes with one member, are left out.
     """
@@ -321,14 +321,14 @@ def _name_leaves(node: Node, prefix: str, found: dict[str, Node]) -> None:
         for i in range(0, len(items), 2):
             child = items[i + 1]
             if child[0] == TENSOR:
-                found[f"{prefix}{items[i]}"] = child
+                found.setdefault(f"{prefix}{items[i]}", child)
             else:
                 _name_leaves(child, f"{prefix}{items[i]}.", found)
     elif kind in SEQUENCES:
         for i, child in enumerate(node[1]):
             _name_leaves(child, f"{prefix}{i}.", found)
     elif len(node) > 1:
-        found[prefix[:-1]] = node
+        found.setdefault(prefix[:-1], node)
 
 
 def tree_of(leaves: Iterable[tuple[Path, Node]], hole: Callable[[], Node] | None = None) -> Node:

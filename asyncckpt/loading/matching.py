@@ -464,7 +464,7 @@ class _Matcher:
             fqn = fqn_of(path)
             if not self._selection.everything and fqn not in self._selection:
                 continue
-            found = self._saved.node_at(self._saved_list_name(fqn, node))
+            found = self._saved.node_at(self._saved_list_name(fqn, node), path)
             if found is None or found[1][0] not in SEQUENCES or len(found[1][1]) == len(node[1]):
                 continue
             at, saved = found
@@ -492,7 +492,7 @@ class _Matcher:
             return False
         name, saved_fqn = module.name_of(fqn), self._saved_name(fqn)
         module.saved_fqns[name] = saved_fqn
-        entry = self._saved.node_at(saved_fqn)
+        entry = self._saved.node_at(saved_fqn, path)
         own = module.own_value(name)
         if entry is None:
             if self._saved.is_other_ranks_only(saved_fqn) or not module.defer_to_hooks(name):
@@ -582,7 +582,7 @@ class _Matcher:
             return
         holder = None if isinstance(value, ReplacedEntry) else value
         others = [one for one in saved.other_ranks_only if one == saved_fqn or one.startswith(saved_fqn + ".")]
-        found = saved.node_at(saved_fqn)
+        found = saved.node_at(saved_fqn, path)
         if found is None and others:
             self._report.unavailable.append(fqn)
             return
@@ -630,7 +630,7 @@ class _Matcher:
     def _match_container(self, leaf: TargetLeaf, value: Any, saved_fqn: str) -> None:
         """Match a leaf with a saved container: an empty mapping, or the object `value`, may take all of it."""
         path, fqn, node, _, _ = leaf
-        entry, is_whole = self._saved.node_at(saved_fqn), fqn in self._selection
+        entry, is_whole = self._saved.node_at(saved_fqn, path), fqn in self._selection
         if entry is None and node[0] in (OBJECT, *MAPPINGS):
             entry = self._saved.dict_of_prefix(saved_fqn)
         if entry is None:
@@ -707,7 +707,7 @@ class _Matcher:
     def _match_composite(self, leaf: TargetLeaf, saved_fqn: str) -> None:
         """Match a composite tensor: a subclass is filled in place, any other one is replaced."""
         path, fqn, node, holder, key = leaf
-        entry = self._saved.node_at(saved_fqn)
+        entry = self._saved.node_at(saved_fqn, path)
         if entry is None:
             self._record_absent(leaf, saved_fqn)
             return

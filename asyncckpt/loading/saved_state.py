@@ -94,6 +94,7 @@ class SavedTree:
         self._first_objects: list[int] = []
         self._per_rank_names: dict[str, None] = {}
         self.unlike: set[str] = set()
+        self._namesakes: dict[str, dict[Path, Node]] = {}  # filled by `_nodes`: what an earlier path has the FQN of
         first_object = 0
         for part in contents.ranks:
             self._first_objects.append(first_object)
@@ -183,9 +184,16 @@ class SavedTree:
         """Leaf nodes by FQN, in the order of the state dict."""
         return named_leaves(self.tree)
 
-    def node_at(self, fqn: str) -> tuple[Path, Node] | None:
-        """Return (typed path, node) of a leaf or container; None: there is none of this FQN."""
-        return self._nodes.get(fqn)
+    def node_at(self, fqn: str, path: Path = ()) -> tuple[Path, Node] | None:
+        """Return (typed path, node) of a leaf or container; None: there is none of this FQN.
+
+        Args:
+            fqn: The FQN. Several containers may have it, since dots join the keys.
+            path: The path that is preferred; if nothing of this FQN is there, the first path is taken.
+        """
+        found = self._nodes.get(fqn)
+        other = self._namesakes.get(fqn, {}).get(path)
+        return found if other is None else (path, other)
 
     def dict_of_prefix(self, fqn: str) -> tuple[Path, Node] | None:
         """Return (path, node) of a dict of all leaves whose FQNs begin with `fqn` and a dot; None: there are none.
@@ -206,7 +214,9 @@ class SavedTree:
     def _nodes(self) -> dict[str, tuple[Path, Node]]:
         found: dict[str, tuple[Path, Node]] = {}
         for path, node in _all_nodes(self.tree, ()):
-            found.setdefault(fqn_of(path), (path, node))
+            fqn = fqn_of(path)
+            if found.setdefault(fqn, (path, node))[0] is not path:
+                self._namesakes.setdefault(fqn, {})[path] = node
         return found
 
     @cached_property

@@ -141,6 +141,29 @@ def test_a_namedtuple_keeps_its_type_where_none_of_it_is_replaced(tmp_path: Path
     assert type(target["x"]) is pair and target["x"].second == {"a": 1} and bool(target["x"].first.all())
 
 
+class Held:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def state_dict(self) -> Any:
+        return {"of": "its own"}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_of_two_containers_with_one_name_each_fills_the_place_that_it_was_saved_at(tmp_path: Path) -> None:
+    """Dots join keys, so that both have the name `x.y`; no leaf in them has the name of another."""
+    saved = {"x.y": {"a": 1}, "x": {"y": {"b": torch.ones(2)}}}
+    for found in all_ways(tmp_path, saved, lambda: {"x.y": {}, "x": {"y": None}}):
+        assert_same({key: found[key] for key in saved}, saved)
+    one, two = Held(), Held()
+    asyncckpt.load(tmp_path / "r" / "step-1", {"x": {"y": one}, "x.y": two})
+    assert_same([one.state, two.state], [{"b": torch.ones(2)}, {"a": 1}])
+
+
 @pytest.mark.parametrize("target", [{}, OrderedDict()])
 def test_a_target_that_is_empty_takes_everything(tmp_path: Path, target: Any) -> None:
     saved = {"a": torch.ones(2), "b": {"c": [1, torch.zeros(1)]}, "d": {}}

@@ -154,6 +154,27 @@ def test_named_states_of_an_optimizer_are_joined(tmp_path: Path) -> None:
         assert read(path, rank, world_size)["optim"]["state"].keys() == {"a.w", "b.w"}
 
 
+@pytest.mark.parametrize(
+    "states",
+    [
+        ({"m": {"a.b": torch.zeros(3)}}, {"m": {"a": {"b": torch.ones(3)}}}),
+        ({"m": {0: "zero"}}, {"m": {"0": "one"}}),
+        ({"m": {"a.b": {"c": 0}}}, {"m": {"a": {"b": {"c": 1}}}}),
+    ],
+    ids=str,
+)
+def test_a_name_that_another_rank_has_at_another_path_is_the_rank_s_own(tmp_path: Path, states: Any) -> None:
+    path = save_ranks(tmp_path / "c", states)
+    for rank, saved in enumerate(states):
+        assert_same(read(path, rank, 2, erased(saved)), saved)
+
+
+def erased(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: erased(member) for key, member in value.items()}
+    return torch.full_like(value, 9.0) if isinstance(value, torch.Tensor) else "old"
+
+
 def test_equal_objects_of_all_ranks_are_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     states = [{"n": 1, "f": float("nan"), "rng": PerRank(rank)} for rank in range(2)]
     path = save_ranks(tmp_path / "c", states)
