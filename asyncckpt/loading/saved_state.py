@@ -518,14 +518,18 @@ def report_rank_differences(
     """
     differing: list[str] = []
     numbers: dict[str, int] = {}
+    of_one_rank = {own[0] for own in map(split_per_rank_name, contents.tensors) if own is not None}
+    ours = () if saved.reader_rank is None else contents.ranks[saved.reader_rank].structure.tensors
+    our_names = {tensor.fqn for tensor in ours}
     for fqn, node in found:
         if saved.unlike and not saved.unlike.isdisjoint((fqn, *prefixes(fqn))):
             differing.append(fqn)
         elif node[0] == OBJECT:
             numbers[fqn] = node[1]
         else:
-            own = split_per_rank_name(saved.tensors[node[1]].fqn)
-            if own is not None and own[1] != saved.reader_rank:
+            name = saved.tensors[node[1]].fqn
+            own = split_per_rank_name(name)
+            if name not in our_names and (name if own is None else own[0]) in of_one_rank:
                 differing.append(fqn)
     differing += _differing_objects(contents, saved, objects, files, numbers)
     if differing:

@@ -175,6 +175,19 @@ def erased(value: Any) -> Any:
     return torch.full_like(value, 9.0) if isinstance(value, torch.Tensor) else "old"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_tensor_that_one_rank_alone_has_stored_for_itself_is_told(
+    tmp_path: Path, first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its structure has changed since the ranks met, while the others still share theirs."""
+    states = [{"x": torch.ones(2)}, {"x": PerRank(torch.zeros(3))}]
+    path = save_ranks(tmp_path / "c", states[::-1] if first else states)
+    read(path, 1 - first, 2)
+    assert not caplog.records
+    assert read(path, 0, 1)["x"].tolist() == [1, 1]
+    assert caplog.records[0].getMessage().endswith("are loaded: x")
+
+
 def test_equal_objects_of_all_ranks_are_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     states = [{"n": 1, "f": float("nan"), "rng": PerRank(rank)} for rank in range(2)]
     path = save_ranks(tmp_path / "c", states)
