@@ -347,7 +347,8 @@ class _RankView:
         if kind == PER_RANK:
             if self._own:
                 return self.renumbered(node[1], path)
-            self.other_ranks_only += [fqn_of(leaf) for leaf, _ in leaves(node[1], path)]
+            names = [fqn_of(leaf) for leaf, _ in leaves(node[1], path)]
+            self.other_ranks_only += names or [fqn_of(path)]  # an empty mapping has no leaves
             return None
         if kind in SEQUENCES:
             members = [self.renumbered(member, (*path, n)) for n, member in enumerate(node[1])]

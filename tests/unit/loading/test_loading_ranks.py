@@ -208,6 +208,20 @@ def test_per_rank_values_are_refused_at_another_world_size(path: str, target: An
     assert target is None or target["step"] == 0
 
 
+@pytest.mark.parametrize("value", [[PerRank({}), 1], {"a": PerRank({})}], ids=str)
+def test_an_empty_dict_of_one_rank_is_one_of_its_values_too(tmp_path: Path, value: Any) -> None:
+    path = save_ranks(tmp_path / "c", [{"x": value} for _ in range(2)])
+    own = [{}, 1] if isinstance(value, list) else {"a": {}}
+    assert read(path, 1, 2) == {"x": own}
+    for target in (None, {"x": own}):
+        with pytest.raises(PerRankUnavailableError, match=r"x\.(0|a)"):
+            read(path, 0, 3, target)
+    made = PerRank({}, reshard=lambda values, rank, world_size: {"n": len(values)})
+    target = {"x": [made, 0]} if isinstance(value, list) else {"x": {"a": made}}
+    read(path, 0, 3, target)
+    assert made.value == {"n": 2}
+
+
 @pytest.mark.parametrize("keys", [["rng"], ["step", "rng.seed"]])
 def test_keys_that_name_per_rank_values_are_refused_at_another_world_size(path: str, keys: list[str]) -> None:
     with pytest.raises(PerRankUnavailableError):
