@@ -42,6 +42,7 @@ from asyncckpt.format.state_tree import (
     SEQUENCES,
     TENSOR,
     TENSOR_KINDS,
+    Key,
     Node,
     Path,
     composite_nodes,
@@ -123,12 +124,13 @@ class SavedTree:
         """Return `first` with what only `other` has.
 
         IMPORTANT: integer keys in states of optimizers are numbers of this rank's parameters. A reader that gets back
-        what it has saved gets nothing else in such a state.
+        what it has saved gets nothing else in such a state, and nothing in its groups: only states with names as keys
+        are joined.
         """
         if first is OTHER_RANKS_ONLY:
             return other
         if first[0] in MAPPINGS and other[0] in MAPPINGS:
-            if self.reader_rank is not None and is_optimizer_state(first) and _has_parameter_numbers(other):
+            if self.reader_rank is not None and is_optimizer_state(first) and not _are_joined(first, other):
                 return first
             items = dict(zip(first[1][::2], first[1][1::2], strict=True))
             for key, child in zip(other[1][::2], other[1][1::2], strict=True):
@@ -375,12 +377,15 @@ def is_optimizer_state(node: Node) -> bool:
     return node[0] in MAPPINGS and {"state", "param_groups"}.issubset(node[1][::2])
 
 
-def _has_parameter_numbers(node: Node) -> bool:
-    """Whether a node is the state of an optimizer with parameter numbers as keys."""
-    if not is_optimizer_state(node):
-        return False
+def _are_joined(first: Node, other: Node) -> bool:
+    """Whether what another rank saved is joined to the state of an optimizer: only if parameters have names in both."""
+    keys = [key for node in (first, other) if is_optimizer_state(node) for key in _state_keys(node)]
+    return not is_optimizer_state(other) or (bool(_state_keys(other)) and all(type(key) is str for key in keys))
+
+
+def _state_keys(node: Node) -> tuple[Key, ...]:
     state = next(child for key, child in members(node) if key == "state")
-    return state[0] in MAPPINGS and any(type(key) is int for key in state[1][::2])
+    return state[1][::2] if state[0] in MAPPINGS else ()
 
 
 def _without_other_ranks(node: Node) -> Node:

@@ -147,6 +147,16 @@ def test_an_optimizer_gets_no_state_of_another_rank_s_parameters_of_these_number
             assert_same(target.state_dict(), saved[rank]["optim"])
 
 
+@pytest.mark.parametrize("n_used", [0, 2])
+def test_groups_of_an_optimizer_get_nothing_that_only_another_rank_s_groups_have(tmp_path: Path, n_used: int) -> None:
+    optimizers = [trained(2, n_used, 1.0) for _ in range(2)]
+    torch.optim.lr_scheduler.StepLR(optimizers[1], 3)  # adds `initial_lr` to the groups
+    saved = [{"optim": optimizer.state_dict()} for optimizer in optimizers]
+    path = save_ranks(tmp_path / "c", saved)
+    for rank in range(2):
+        assert_same(read(path, rank, 2), saved[rank])
+
+
 def test_named_states_of_an_optimizer_are_joined(tmp_path: Path) -> None:
     states = [{"optim": {"state": {name: {"m": torch.ones(1)}}, "param_groups": []}} for name in ("a.w", "b.w")]
     path = save_ranks(tmp_path / "c", states)
