@@ -13,6 +13,8 @@ from typing import Any
 
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchError
 from asyncckpt.format.state_tree import (
+    ARRAY,
+    BYTES,
     LIST,
     MAPPINGS,
     OBJECT,
@@ -35,7 +37,7 @@ _SEQUENCE_TYPES = (list, tuple, deque)
 
 def is_empty_object(value: Any) -> bool:
     """Whether an object leaf of a target holds nothing: it is None, or a list, tuple or deque of such values."""
-    return value is None or (type(value) in _SEQUENCE_TYPES and all(map(is_empty_object, value)))
+    return value is None or (isinstance(value, _SEQUENCE_TYPES) and all(map(is_empty_object, value)))
 
 
 def container_mismatch(
@@ -52,9 +54,9 @@ def container_mismatch(
     """
     if node[0] in MAPPINGS:
         return None if found[0] in MAPPINGS else leaf_mismatch(fqn, kind_of(found), "container", path)
-    if value is None or found[0] == OBJECT:
+    if value is None or found[0] in (OBJECT, BYTES, ARRAY):
         return None
-    if found[0] not in SEQUENCES or type(value) not in _SEQUENCE_TYPES:
+    if found[0] not in SEQUENCES or not isinstance(value, _SEQUENCE_TYPES):
         return leaf_mismatch(fqn, kind_of(found), "object", path)
     if value and len(value) != len(found[1]):
         return length_mismatch(fqn, len(found[1]), len(value), path)

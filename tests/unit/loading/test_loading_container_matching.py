@@ -26,6 +26,7 @@ from asyncckpt.errors import (  # noqa: E402
     ShapeMismatchError,
 )
 from asyncckpt.loading.load import DefaultReader  # noqa: E402
+from asyncckpt.state_dict.flatten import HOIST_NBYTES  # noqa: E402
 
 pair = namedtuple("pair", "first second")
 
@@ -139,6 +140,19 @@ def test_a_namedtuple_keeps_its_type_where_none_of_it_is_replaced(tmp_path: Path
     target = {"x": pair(None, {})}
     asyncckpt.load(path, target)
     assert type(target["x"]) is pair and target["x"].second == {"a": 1} and bool(target["x"].first.all())
+
+
+def test_a_namedtuple_of_scalars_takes_what_was_saved_in_its_place(tmp_path: Path) -> None:
+    path = save(tmp_path / "c", {"x": pair(torch.ones(1), b"a"), "y": pair(b"a", 2)})
+    target = {"x": pair(None, None), "y": pair(0, 0)}
+    asyncckpt.load(path, target)
+    assert_same(dict(target), {"x": (torch.ones(1), b"a"), "y": (b"a", 2)})
+
+
+@pytest.mark.parametrize("saved", [bytes(HOIST_NBYTES), b"short"])
+def test_a_list_of_scalars_takes_one_with_bytes_of_any_length(tmp_path: Path, saved: bytes) -> None:
+    for found in all_ways(tmp_path, {"x": [1, saved]}, lambda: {"x": [0, 0]}):
+        assert found["x"] == [1, saved]
 
 
 class Held:
