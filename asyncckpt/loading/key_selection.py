@@ -66,9 +66,15 @@ class Selection:
         """Whether no keys were given, so that everything is selected."""
         return self._keys is None
 
-    def unused(self) -> list[str]:
-        """Return the keys that selected nothing so far."""
-        return sorted((self._keys or set()) - self._used)
+    def unused(self, is_read: Callable[[str], bool] = lambda key: False) -> list[str]:
+        """Return the keys that selected nothing so far.
+
+        Args:
+            is_read: Whether what a key names is read as a part of what another key has selected. Called for keys below
+                such a key.
+        """
+        unused = (self._keys or set()) - self._used
+        return sorted(key for key in unused if self._used.isdisjoint(prefixes(key)) or not is_read(key))
 
 
 def selected(node: Node, selection: Selection, path: tuple[Any, ...] = ()) -> Node | None:

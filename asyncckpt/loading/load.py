@@ -535,7 +535,7 @@ class _Load:
         """Rebuild the nesting as it was saved, or the selected part of it."""
         selection = Selection(self._options.keys)
         tree = selected(self._saved.tree, selection) or (DICT, ())
-        missing = selection.unused()
+        missing = selection.unused(lambda key: self._saved.node_at(key) is not None)
         # At the same world size, leaves that only other ranks have are left out, unless `keys` names them.
         wanted = Selection(missing if self._saved.reader_rank is not None else self._options.keys)
         self._refuse_unavailable([fqn for fqn in self._saved.other_ranks_only if fqn in wanted])
@@ -656,7 +656,7 @@ class _Load:
         if not missing:
             return
         hint = missing_hint(missing, self._saved.leaves, self._options.key_map, present)
-        where = self._lacking(selection, len(missing))
+        where = self._lacking(selection, missing)
         if is_error:
             names = "\n  ".join(missing)
             absent, advice = "", "Rename them by key_map, or pass strict=False if they may keep their values"
@@ -690,10 +690,11 @@ class _Load:
             hint,
         )
 
-    def _lacking(self, selection: Selection, n_missing: int) -> str:
+    def _lacking(self, selection: Selection, missing: Sequence[str]) -> str:
         """Return where the missing keys are not: a key that is in the checkpoint may have no name in the target."""
-        n_saved = sum(self._saved.node_at(key) is not None for key in selection.unused())
-        if n_saved == n_missing:
+        unused = set(selection.unused()).intersection(missing)
+        n_saved = sum(self._saved.node_at(key) is not None for key in unused)
+        if n_saved == len(missing):
             return "the target"
         return "the checkpoint or the target" if n_saved else "the checkpoint"
 

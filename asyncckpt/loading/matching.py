@@ -340,7 +340,7 @@ class _Matcher:
         self._resolve_ties()
         if self._absent_paths or self._absent_mappings:
             self._report_absent(tree)
-        self._report.missing += self._selection.unused()
+        self._report.missing += self._selection.unused(self._is_read)
         return self._matches
 
     def _report_absent(self, tree: _TargetTree) -> None:
@@ -357,6 +357,11 @@ class _Matcher:
         self._report.absent_subtrees += absent_subtrees(
             tree.states(), self._absent_paths, found, self._targets.is_module
         )
+
+    def _is_read(self, fqn: str) -> bool:
+        """Whether something that was saved under `fqn` is read; False if names are mapped."""
+        read = self._report.read_leaves
+        return self._rename is None and any(name == fqn or name.startswith(f"{fqn}.") for name in read)
 
     def _saved_name(self, fqn: str) -> str:
         return fqn if self._rename is None else self._rename(fqn)

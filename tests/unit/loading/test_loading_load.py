@@ -403,6 +403,22 @@ def test_keys_that_select_nothing_are_missing(tmp_path: Path) -> None:
     assert caught.value.keys == ["typo"]
 
 
+@pytest.mark.parametrize("target", [None, {}, {"a": {}}, {"a": None}, {"a": {"b": 0, "c": 0}}], ids=str)
+def test_a_key_below_another_one_selects_nothing_new(tmp_path: Path, target: Any) -> None:
+    path = save(tmp_path / "c", {"a": {"b": 1, "c": 2}, "d": 3})
+    assert load(path, target, keys=["a", "a.b"]) == {"a": {"b": 1, "c": 2}}
+    with pytest.raises(MissingKeysError, match="1 keys are not in the checkpoint;") as caught:
+        load(path, None if target is None else {"a": {}}, keys=["a", "a.b", "a.typo"])
+    assert caught.value.keys == ["a.typo"]
+
+
+def test_a_key_below_an_object_that_is_loaded_as_a_whole_selects_nothing_new(tmp_path: Path) -> None:
+    saved, target = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=lr) for lr in (0.1, 0.5))
+    path = save(tmp_path / "c", {"optim": saved})
+    load(path, {"optim": target}, keys=["optim", "optim.param_groups"])
+    assert target.param_groups[0]["lr"] == 0.1
+
+
 @pytest.mark.parametrize(
     ("keys", "where"),
     [(["b"], "the target"), (["a", "b"], "the target"), (["a", "b", "typo"], "the checkpoint or the target")],
