@@ -19,7 +19,7 @@ from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import decode_value, encode_objects
-from asyncckpt.format.state_tree import OBJECT, TENSOR, Node
+from asyncckpt.format.state_tree import DICT, OBJECT, TENSOR, Node
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.state_dict.flatten import check_keys
@@ -133,7 +133,7 @@ def _whole(
             if fqn not in raws:
                 raise _incomplete(request, f"the planner names a leaf {fqn!r} that no rank has written")
             leaves[fqn] = leaf(raws[fqn])
-    tree = nested(leaves, metadata.planner_data, lambda: leaf(None))
+    tree = nested(leaves, metadata.planner_data, lambda: (DICT, ()))
     check_keys(tree)
     structure = Structure(
         tree=tree,

@@ -85,7 +85,7 @@ def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Nod
     Args:
         leaves: Leaf nodes by FQN.
         planner_data: The planner's data in the checkpoint's metadata: paths by FQN, or anything else.
-        hole: Returns a leaf for a member of a list that no rank has.
+        hole: Returns a node for a member of a list that no rank has.
     """
     try:
         return tree_of([(path_of(fqn, planner_data), leaves[fqn]) for fqn in ordered(leaves, planner_data)], hole)

@@ -15,6 +15,7 @@ from asyncckpt.errors import ConfigError, LeafTypeMismatchError, ShapeMismatchEr
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
+    DICT,
     LIST,
     MAPPINGS,
     OBJECT,
@@ -112,6 +113,14 @@ def appended_members(node: Node, found: Node, key: Key, parent: Node) -> tuple[N
 def is_returned_state(node: Node) -> bool:
     """Whether a node is the state that `state_dict()` of a module or an optimizer returned."""
     return (node[0] == ORDERED_DICT and node[2] is not None) or is_optimizer_state(node)
+
+
+def with_optimizer_state(node: Node) -> Node:
+    """Return the saved state of an optimizer; with an empty `state` if a format without empty containers had it."""
+    keys = node[1][::2] if node[0] in MAPPINGS else ()
+    if "param_groups" not in keys or "state" in keys:
+        return node
+    return (node[0], ("state", (DICT, ()), *node[1]), *node[2:])
 
 
 def without_per_rank(node: Node) -> Node:

@@ -47,6 +47,7 @@ from asyncckpt.loading.container_matching import (
     leaf_mismatch,
     length_mismatch,
     selected_part,
+    with_optimizer_state,
     without_per_rank,
 )
 from asyncckpt.loading.exact_matching import ObjectLeaves, exact_placements
@@ -601,6 +602,8 @@ class _Matcher:
             self._report.unavailable += others
         at, node = found
         self._record_read(node, at)
+        if isinstance(holder, torch.optim.Optimizer):
+            node = with_optimizer_state(node)
         new = Replacement(path, fqn, saved.without_other_ranks(node), holder)
         matches.replaced.append(new)
         if isinstance(holder, torch.optim.Optimizer):  # it moves its state to its parameters' devices

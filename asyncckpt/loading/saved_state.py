@@ -28,6 +28,7 @@ from asyncckpt.errors import (
     StateLoadError,
     UnsupportedLeafError,
 )
+from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.state_tree import (
     ARRAY,
@@ -79,7 +80,8 @@ class SavedTree:
         reader_rank: The saving rank with the reader's rank number; None at another world size.
         tree: The joined tree, without "r" nodes. Its leaves hold numbers of `tensors` and numbers for `object_at`.
         tensors: The saved tensors, by number.
-        keeps_empty_containers: Whether empty containers are in the tree; other formats may not be able to store them.
+        keeps_empty_containers: Whether empty containers are in the tree; other formats may not be able to store them,
+            and planners of torch.distributed.checkpoint leave them out.
         is_single_rank: Whether only one rank has saved, and its number is the reader's.
         unlike: At another world size, FQNs under which a rank has another kind of value than the rank whose value is in
             the tree, or a list of another length.
@@ -89,7 +91,8 @@ class SavedTree:
         n_ranks = len(contents.ranks)
         self.reader_rank = reader.rank if reader.world_size == n_ranks else None
         self.is_single_rank = n_ranks == 1 and self.reader_rank == 0
-        self.keeps_empty_containers = contents.source is None or contents.source.kind == "torch"
+        kind = contents.source.kind if contents.source is not None else ""
+        self.keeps_empty_containers = PLANNER_KEY not in contents.manifest.metadata if not kind else kind == "torch"
         self.tensors: list[SavedTensor] = list(contents.tensors.values())
         self._contents = contents
         self._first_objects: list[int] = []

@@ -308,6 +308,28 @@ def test_what_a_checkpointer_pickled_needs_leave(tmp_path: Path) -> None:
     assert found["p"]["q"] == range(3)
 
 
+@pytest.mark.parametrize("writer", [StorageWriter, dcp.FileSystemWriter])
+def test_a_target_keeps_what_planners_leave_out_since_it_is_empty(tmp_path: Path, writer: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    saved, optimizer = (torch.optim.SGD([parameter], lr=lr) for lr in (0.1, 0.5))  # without momentum: no state
+    state = {"w": torch.ones(2), "optim": saved.state_dict(), "d": {}, "l": [{}, {"t": torch.ones(1)}]}
+    dcp_calls.save(state, writer(str(tmp_path / "c")))
+    targets: list[dict[str, Any]] = [{**dcp_calls.erased(state), "l": [{}, {"t": torch.zeros(1)}]} for _ in range(2)]
+    for target in targets:
+        asyncckpt.load(tmp_path / "c", target)
+        states.assert_same(target, state)
+    asyncckpt.load(tmp_path / "c", {"optim": optimizer})
+    assert optimizer.state_dict() == saved.state_dict()
+
+
+def test_an_empty_dict_in_a_list_with_tensors_stays_one(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"l": [{}, [torch.ones(1), 5]]}
+    dcp_calls.save(saved, StorageWriter(tmp_path / "c"))
+    states.assert_same(asyncckpt.load(tmp_path / "c"), saved)
+    target = dcp_calls.load({"l": [{}, [torch.zeros(1), 0]]}, StorageReader(tmp_path / "c"))
+    states.assert_same(target, saved)
+
+
 def test_planners_without_flattening_find_leaves_and_containers(tmp_path: Path) -> None:
     saved = {"cfg": {"a": 1, "b": [1, 2]}, "w": torch.ones(3)}
     dcp_calls.save(saved, StorageWriter(tmp_path / "flat"), planner=DefaultSavePlanner(flatten_state_dict=False))
