@@ -191,20 +191,21 @@ def main() -> None:
     with open(int(sys.argv[1]), "rb") as file:
         settings = ExportSettings(**json.load(file))
     queue, is_alone, deadline = ExportQueue(settings.exports, settings.run, settings.adopted), False, math.inf
-    while (lock := queue.lock()) is None:  # the exporter of a training that was killed is still at work
-        is_alone = _waits(POLL_S, is_alone, parent)
-        if is_alone:
+    exporter = Exporter(settings)
+    while True:
+        is_alone = is_alone or _waits(0.0, is_alone, parent)
+        has_more = bool(queue.open_keys())
+        # IMPORTANT: the lock is held for one step. An exporter that waits for a save that may never be committed must
+        # not hold up those of later trainings, for whose jobs retention keeps checkpoints.
+        if has_more and (lock := queue.lock()) is not None:
+            with open(lock, "rb"):
+                has_more = exporter.step(is_alone=is_alone)
+            deadline = math.inf
+        elif has_more and is_alone:  # another exporter is at work
             deadline = min(deadline, time.monotonic() + settings.timeout_s)
-            if time.monotonic() > deadline or not queue.open_keys():
-                return
-    with open(lock, "rb"):
-        exporter = Exporter(settings)
-        while True:
-            is_alone = is_alone or _waits(0.0, is_alone, parent)
-            has_more = exporter.step(is_alone=is_alone)
-            if is_alone and not has_more:
-                return
-            is_alone = _waits(POLL_S if has_more else None, is_alone, parent)
+        if is_alone and (not has_more or time.monotonic() > deadline):
+            return
+        is_alone = _waits(POLL_S if has_more else None, is_alone, parent)
 
 
 def _waits(timeout_s: float | None, is_alone: bool, parent: int) -> bool:

@@ -222,7 +222,7 @@ def test_the_exporter_of_a_killed_training_ends_and_frees_its_pipes_and_the_next
 ) -> None:
     root = tmp_path / "runs"
     began = time.monotonic()
-    command = [sys.executable, "-c", LEAVES, str(root), "5.0"]
+    command = [sys.executable, "-c", LEAVES, str(root), str(10 * DEADLINE_S)]  # its exporter waits for so long
     done = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == -signal.SIGKILL and time.monotonic() - began < DEADLINE_S
     queue = ExportQueue(str(root / "hf"))
