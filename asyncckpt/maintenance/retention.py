@@ -46,6 +46,9 @@ Score = Callable[[Mapping[str, Any]], float]
 
 _log = logging.getLogger("asyncckpt")
 
+_unscored: dict[str, frozenset[str]] = {}
+"""Names of the checkpoints for which the score has raised in the latest survey of a root: it was logged."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
@@ -90,7 +93,7 @@ def survey(
     Args:
         root: Absolute path of the root.
         store: Store that holds it.
-        score: Score of a checkpoint's metrics. If it raises, that is logged, and the checkpoint has no score.
+        score: Score of a checkpoint's metrics. If it raises, that is logged once, and the checkpoint has no score.
         broken: Names of directories of checkpoints that are known to be damaged.
         links: As for `scan`.
 
@@ -110,7 +113,7 @@ def survey(
             name=name,
             step=manifest.step,
             save_id=manifest.save_id,
-            score=_score_of(manifest, score),
+            score=_score_of(manifest, score, is_logged=name not in _unscored.get(root, ())),
             is_abandoned=newest is not None and not _is_ancestor(manifest, newest, ancestry),
             is_sound=name not in broken,
             nbytes=manifest.nbytes,
@@ -121,10 +124,13 @@ def survey(
     stored.sort(key=lambda one: one.save_id, reverse=True)
     states = (COMMITTED, ABANDONED, INCOMPLETE)
     names = tuple(os.path.basename(one.path) for one in found if one.state in states and not one.is_bare)
-    unscored = {
+    unscored = frozenset(
         one.name for one in stored if one.score is None and metrics_in(manifests[one.name].metadata) is not None
-    }
-    return Survey(tuple(stored), manifests, names, frozenset(unscored) if score is not None else frozenset())
+    )
+    if score is None:
+        return Survey(tuple(stored), manifests, names)
+    _unscored[root] = unscored
+    return Survey(tuple(stored), manifests, names, unscored)
 
 
 def abandoned_in(surveys: Mapping[str, Survey]) -> frozenset[str]:
@@ -389,14 +395,17 @@ def _sweep(path: str, rules: GarbageRules, store: Store, package: str) -> None:
         _log.warning("files of saves that were never committed cannot be removed from %s: %s", path, error)
 
 
-def _score_of(manifest: Manifest, score: Score | None) -> float | None:
+def _score_of(manifest: Manifest, score: Score | None, *, is_logged: bool) -> float | None:
     metrics = metrics_in(manifest.metadata)
     if score is None or metrics is None:
         return None
     try:
         return float(score(metrics))
     except Exception as error:
-        _log.warning("best_fn fails for the metrics of step %d, %.500r: %.500r", manifest.step, dict(metrics), error)
+        if is_logged:
+            _log.warning(
+                "best_fn fails for the metrics of step %d, %.500r: %.500r", manifest.step, dict(metrics), error
+            )
         return None
 
 

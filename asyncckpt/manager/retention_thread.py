@@ -36,11 +36,12 @@ class RetentionThread:
     The thread ends when there is nothing to do, so that it does not keep the objects alive that the function uses.
 
     Args:
-        work: Function to run. Errors that it raises are logged.
+        work: Function to run. Errors that it raises are logged; one of the storage that repeats, once.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
+        self._failure: tuple[object, ...] = ()
         self._changed = threading.Condition()
         self._wanted = self._done = 0
         self._ended = False
@@ -71,8 +72,14 @@ class RetentionThread:
                 wanted = self._wanted
             try:
                 self._work()
+                self._failure = ()
+            except (OSError, AsyncCkptError) as error:  # a storage that is away, maybe for days
+                failure = type(error), getattr(error, "errno", None)
+                if self._failure != failure:
+                    _log.warning("retention failed; it is tried again after each commit: %s", error)
+                self._failure = failure
             except Exception:
-                _log.exception("retention failed; trying again after the next commit")
+                _log.exception("retention failed; it is tried again after each commit")
             with self._changed:
                 self._done = wanted
                 self._changed.notify_all()

@@ -298,22 +298,27 @@ def test_only_rank_0_removes_and_warns_of_others(
     house.close(60.0)
 
 
-def test_retention_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    done: list[int] = []
+def test_retention_that_fails_is_tried_again_and_a_storage_that_stays_away_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    away = OSError(errno.EIO, "away", "/mirror")
+    outcomes: list[Exception | None] = [away, away, away, None, away, ValueError("a mistake")]
 
     def work() -> None:
-        done.append(len(done))
-        if len(done) == 1:
-            raise OSError("the disk is away")
+        outcome = outcomes.pop(0)
+        if outcome is not None:
+            raise outcome
 
     pruner = RetentionThread(work)
-    for _ in range(2):
+    while outcomes:
         pruner.request()
         assert pruner.wait(60.0)
     for _ in range(2):
         pruner.close(60.0)
-    pruner.request()
-    assert done == [0, 1] and "retention failed" in caplog.text
+    pruner.request()  # nothing is left to run
+    failures = [record for record in caplog.records if "retention failed" in record.getMessage()]
+    assert [record.exc_info is None for record in failures] == [True, True, False]
+    assert "/mirror" in failures[0].getMessage()
 
 
 def test_retention_without_a_thread_asks_for_one_again(
