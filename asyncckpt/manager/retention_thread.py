@@ -64,25 +64,36 @@ class RetentionThread:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                if self._done == self._wanted:
-                    self._thread = None
-                    return
-                wanted = self._wanted
-            try:
-                self._work()
-                self._failure = ()
-            except (OSError, AsyncCkptError) as error:  # a storage that is away, maybe for days
-                failure = type(error), getattr(error, "errno", None)
-                if self._failure != failure:
-                    _log.warning("retention failed; it is tried again after each commit: %s", error)
-                self._failure = failure
-            except Exception:
-                _log.exception("retention failed; it is tried again after each commit")
-            with self._changed:
-                self._done = wanted
+        try:
+            while self._runs_once():
+                pass
+        except BaseException:  # of a handler of the log, say
+            with self._changed:  # IMPORTANT: a save must not wait for a thread that has ended
+                self._done, self._thread = self._wanted, None
                 self._changed.notify_all()
+            raise
+
+    def _runs_once(self) -> bool:
+        """Serve the requests that have come, and return True; or end, and return False."""
+        with self._changed:
+            if self._done == self._wanted:
+                self._thread = None
+                return False
+            wanted = self._wanted
+        try:
+            self._work()
+            self._failure = ()
+        except (OSError, AsyncCkptError) as error:  # a storage that is away, maybe for days
+            failure = type(error), getattr(error, "errno", None)
+            if self._failure != failure:
+                _log.warning("retention failed; it is tried again after each commit: %s", error)
+            self._failure = failure
+        except Exception:
+            _log.exception("retention failed; it is tried again after each commit")
+        with self._changed:
+            self._done = wanted
+            self._changed.notify_all()
+        return True
 
     def wait(self, timeout_s: float, is_hurried: Callable[[], bool] = lambda: False) -> bool:
         """Wait until all requested runs have ended. Returns whether they have.

@@ -321,6 +321,26 @@ def test_retention_that_fails_is_tried_again_and_a_storage_that_stays_away_is_lo
     assert "/mirror" in failures[0].getMessage()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_log_that_raises_ends_no_later_retention_and_no_save_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+
+    def refused(*arguments: object) -> None:
+        raise ValueError("of a handler")
+
+    def work() -> None:
+        done.append(len(done))
+        raise RuntimeError("a mistake")
+
+    pruner = RetentionThread(work)
+    monkeypatch.setattr(retention_thread._log, "exception", refused)
+    for _ in range(2):
+        pruner.request()
+        assert pruner.wait(60.0)
+    pruner.close(60.0)
+    assert done == [0, 1]
+
+
 def test_retention_without_a_thread_asks_for_one_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
