@@ -47,23 +47,14 @@ class SaveTracker:
     def _ended(self, handle: SaveHandle, done: Future[SaveReport]) -> None:
         assert isinstance(done, SaveFuture)
         report, error = done.peek()
-        if error is None:
-            _log.info("save of step %d to %s is committed: %s", handle.step, handle.path, report)
-            if isinstance(report, SaveReport) and report.details.get("unchanged"):  # a custom process returns any type
-                _log.warning(UNCHANGED, handle.step, handle.path, report.details.get("same_tensors_as_step"))
-        elif isinstance(error, SaveSkippedError):
-            _log.info("%s", error)
-        elif isinstance(error, CheckpointerClosedError):
-            _log.warning("save of step %d to %s was not waited for: %s", handle.step, handle.path, error)
-        else:
-            text = str(error) or type(error).__name__  # an interrupt has no text
-            known = handle.path in text  # most errors of ours name the path already
-            _log.warning("%s%s", "" if known else f"save of step {handle.step} to {handle.path} failed: ", text)
-        with self._lock:
-            self._pending.remove(handle)
-            if self._raises and error is not None and not isinstance(error, SaveSkippedError):
-                self._failed.append(handle)
-            self._changed.notify_all()
+        try:
+            _log_outcome(handle, report, error)
+        finally:  # a handler of the log may raise
+            with self._lock:
+                self._pending.remove(handle)
+                if self._raises and error is not None and not isinstance(error, SaveSkippedError):
+                    self._failed.append(handle)
+                self._changed.notify_all()
 
     def pending(self) -> list[SaveHandle]:
         """Return the handles whose `written` is not done, oldest first."""
@@ -116,3 +107,18 @@ class SaveTracker:
         if found:
             text = "; ".join(str(e) for e in found)
             raise PendingSavesError(f"{len(found)} saves failed: {text}", errors=found)
+
+
+def _log_outcome(handle: SaveHandle, report: SaveReport | None, error: BaseException | None) -> None:
+    if error is None:
+        _log.info("save of step %d to %s is committed: %s", handle.step, handle.path, report)
+        if isinstance(report, SaveReport) and report.details.get("unchanged"):  # a custom process returns any type
+            _log.warning(UNCHANGED, handle.step, handle.path, report.details.get("same_tensors_as_step"))
+    elif isinstance(error, SaveSkippedError):
+        _log.info("%s", error)
+    elif isinstance(error, CheckpointerClosedError):
+        _log.warning("save of step %d to %s was not waited for: %s", handle.step, handle.path, error)
+    else:
+        text = str(error) or type(error).__name__  # an interrupt has no text
+        known = handle.path in text  # most errors of ours name the path already
+        _log.warning("%s%s", "" if known else f"save of step {handle.step} to {handle.path} failed: ", text)

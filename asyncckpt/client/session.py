@@ -346,17 +346,19 @@ class Session:
                 self._watch.close()
         for future in waiting:
             future.set_exception(error)
-        if not self._welcome.done():
-            self._welcome.set_exception(error)
-        elif lost:
-            self._on_lost(error)
-        with self._lock:
-            self._has_ended, abandoned = True, self._on_end
-            if abandoned is not None and self._wake >= 0:  # an abandoned session is not closed by its owner
-                os.close(self._wake)
-                self._wake = -1
-        if abandoned is not None:
-            abandoned()
+        try:
+            if not self._welcome.done():
+                self._welcome.set_exception(error)
+            elif lost:
+                self._on_lost(error)
+        finally:
+            with self._lock:
+                self._has_ended, abandoned = True, self._on_end
+                if abandoned is not None and self._wake >= 0:  # an abandoned session is not closed by its owner
+                    os.close(self._wake)
+                    self._wake = -1
+            if abandoned is not None:
+                abandoned()
 
     def _loop(self, dealer: Dealer) -> bool:
         """Send and receive until the session ends; returns whether a goodbye was sent."""

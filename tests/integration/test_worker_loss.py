@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import threading
@@ -54,6 +55,38 @@ def lose(checkpointer: AsyncCheckpointer, path: pathlib.Path) -> float:
     assert took < LOSS_BOUND_S + SLACK_S
     assert checkpointer.pending() == []
     return took
+
+
+class Raising(logging.Handler):
+    """A handler of the log that raises, in all threads but the first."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("of a handler")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("on_loss", ["fail", "resubmit"])
+def test_a_log_that_raises_leaves_no_save_without_an_end(
+    on_loss: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "asyncckpt")
+    raising = Raising()
+    logging.getLogger("asyncckpt").addHandler(raising)
+    try:
+        with saved_once(tmp_path, on_worker_loss=on_loss, worker_timeout_s=NEVER_S) as checkpointer:
+            worker = worker_of(checkpointer)
+            with worker.frozen():
+                handle = checkpointer.save(STATE, tmp_path / "1")
+                worker.kill()
+                error = handle.written.exception(DEADLINE_S)
+            assert isinstance(error, WorkerUnavailableError) == (on_loss == "fail")
+            checkpointer.save(STATE, tmp_path / "2").written.result(DEADLINE_S)
+            checkpointer.wait(DEADLINE_S)
+            began = time.monotonic()
+        assert time.monotonic() - began < SLACK_S
+    finally:
+        logging.getLogger("asyncckpt").removeHandler(raising)
 
 
 def test_a_save_in_flight_fails_within_a_second_and_the_next_one_works(tmp_path: pathlib.Path) -> None:
