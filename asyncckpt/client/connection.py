@@ -11,7 +11,7 @@ from functools import partial
 
 from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.client import launcher
-from asyncckpt.client.session import SILENT, START_AFTER_S, Session
+from asyncckpt.client.session import REFUSED, SILENT, START_AFTER_S, Session
 from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -166,6 +166,8 @@ class Connection:
             self._connecting = thread
 
     def _on_lost(self, session: Session, error: WorkerUnavailableError) -> None:
+        if self._closed and error.facts().get("detail") == REFUSED:
+            return  # a heartbeat that was sent after the goodbye
         if error.facts().get("detail") == SILENT:
             self._unreachable = True  # it may hang for a long time, and still holds the endpoint
         self._report_loss(session, error)

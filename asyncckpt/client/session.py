@@ -60,6 +60,9 @@ DIED = "died"
 SILENT = "silent"
 """`detail` of the error of a loss that is not proved: the worker does not answer."""
 
+REFUSED = "refused"
+"""`detail` of the error of a session that the worker does not know."""
+
 CLOSED = "closed"
 """`detail` of the error of a session that we have closed."""
 
@@ -480,7 +483,7 @@ class Session:
         if isinstance(error, WorkerUnavailableError):
             raise error
         raise WorkerUnavailableError(
-            f"the worker at {self.endpoint} refused this session: {error}", endpoint=self.endpoint, detail="refused"
+            f"the worker at {self.endpoint} refused this session: {error}", endpoint=self.endpoint, detail=REFUSED
         )
 
     def _on_welcome(self, welcome: messages.Welcome) -> None:

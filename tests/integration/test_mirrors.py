@@ -20,9 +20,11 @@ from real_worker import DEADLINE_S, RealWorker, running, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, CheckpointManager, SyncCheckpointer
+from asyncckpt.client.session import Session
 from asyncckpt.errors import CheckpointerClosedError, ConfigError, MirrorError, UnsupportedPathError
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import SaveId
+from asyncckpt.protocol import messages
 from tests import object_proxy
 
 SLOW = "--max-mirror-bandwidth=2M"
@@ -86,6 +88,27 @@ def test_a_failed_save_fails_its_copy_too(checkpointer: AsyncCheckpointer, tmp_p
     save(checkpointer, tmp_path, 1).mirrored.result(DEADLINE_S)
     again = checkpointer.save(STATE, tmp_path / "runs" / "step-1", mirror=tmp_path / "mirror" / "step-1")
     assert type(again.mirrored.exception(DEADLINE_S)) is type(again.written.exception(DEADLINE_S)) is not type(None)
+
+
+def test_a_heartbeat_after_the_goodbye_is_no_loss(
+    worker: RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mirror").write_text("a file where a directory is wanted")
+    call = Session.call
+
+    def called(session: Session, build: Any, timeout_s: float, **options: Any) -> Any:
+        reply = call(session, build, timeout_s, **options)
+        if isinstance(build(1), messages.Goodbye):
+            session._next_heartbeat = 0.0
+            session._wake_thread()
+            wait_until(lambda: session.error is not None, "the worker refuses the heartbeat")
+        return reply
+
+    with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
+        handle = save(checkpointer, tmp_path, 1)
+        monkeypatch.setattr(Session, "call", called)
+    assert isinstance(handle.mirrored.exception(DEADLINE_S), CheckpointerClosedError)
+    assert "refused this session" not in caplog.text
 
 
 def test_a_mirror_that_is_away_costs_no_save_and_gets_all_of_them_in_order_once_it_is_back(
