@@ -198,6 +198,18 @@ class ExportQueue:
         else:
             self.end(key)
 
+    def give_up_older(self) -> None:
+        """Give up the own jobs that were requested before one that was committed, and that no exporter has begun.
+
+        Raises:
+            OSError: As `jobs`.
+        """
+        waiting = [job for job in self.jobs() if not job.n_attempts]
+        newest = next((job for job in reversed(waiting) if job.is_committed), None)
+        if newest is not None:
+            for job in waiting[: waiting.index(newest)]:
+                self.fail(job.key, superseded(newest.step))
+
     def remove_leftovers(self, name: str) -> None:
         """Remove what an exporter that was killed has left of an export.
 
@@ -322,6 +334,11 @@ def _owner(root: str, exports: str) -> str:
         return root
     real = os.path.realpath(root)
     return os.path.relpath(real, os.path.realpath(exports)) if is_inside(exports, root) else real
+
+
+def superseded(step: int) -> str:
+    """Return why a job is given up: the checkpoint of `step` is exported."""
+    return f"step {step} is newer and is exported instead: exports are too slow"
 
 
 def _name_of(key: str) -> str:

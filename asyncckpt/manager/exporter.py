@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.errors import CheckpointExistsError, CheckpointNotFoundError
-from asyncckpt.manager.export_queue import ExportJob, ExportQueue
+from asyncckpt.manager.export_queue import ExportJob, ExportQueue, superseded
 from asyncckpt.storage.checkpoint_dir import manifest_or_error
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.locate import store_at, with_storage_options
@@ -106,7 +106,7 @@ class Exporter:
         ready = next((job for job in reversed(jobs) if self._is_ready(job, is_alone)), None)
         if ready is not None:
             for job in jobs[: jobs.index(ready)]:
-                self._queue.fail(job.key, f"step {ready.step} is newer and is exported instead: exports are too slow")
+                self._queue.fail(job.key, superseded(ready.step))
             self._do(ready)
         return bool(self._queue.open_keys())
 

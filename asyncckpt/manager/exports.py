@@ -36,6 +36,9 @@ END_S = 5.0
 _POLL_S = 0.05
 _MAX_STARTS = MAX_ATTEMPTS + 1
 
+_MAX_OPEN = 2
+"""Checkpoints that retention keeps for exports: one that is read, and one that waits."""
+
 _COMPANIONS = {"config", "generation_config", "tokenizer"}
 _OPTIONS = {"key", "key_map", "rules", "dtype", "max_shard_bytes", "threads", "read_back"}
 
@@ -236,6 +239,8 @@ class ManagerExports:
         return bool(self._open)
 
     def _look(self) -> None:
+        if len(self._queue.open_keys()) > _MAX_OPEN:  # the exporter, which is at work, gives up none until it is done
+            self._queue.give_up_older()
         left = self._queue.open_keys()
         failures = self._queue.take_failures()
         for key, reason in failures.items():

@@ -416,6 +416,23 @@ def refused(*arguments: Any, **kw: Any) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
+def test_while_one_is_exported_only_the_newest_waits_so_that_the_disk_does_not_fill_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, queue = leader(tmp_path), ExportQueue(str(tmp_path / "hf"))
+    lock = queue.lock()
+    assert lock is not None
+    with open(lock, "rb"):  # as if an exporter were at work
+        one.request("s1", 1, None)
+        (job,) = queue.jobs()
+        assert queue.begin(job)
+        for step in (2, 3, 4):
+            one.request(f"s{step}", step, None)
+        assert one.poll()
+        assert queue.names() == one.busy() == {"s1", "s4"}
+        assert caplog.text.count("step 4 is newer") == 2
+
+
 def test_a_queue_that_became_read_only_fails_neither_a_save_nor_the_end_of_the_manager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
