@@ -237,17 +237,20 @@ class WorkerClient(CheckpointProcess):
             # Not the error: its traceback would keep the state that is being saved alive.
             _log.warning("%s", str(error))
         finally:  # a handler of the log may raise
-            self.run.outcomes.note_worker_lost()
-            handed_over = self._is_handed_over(error)
-            with self._lock:
-                self._note_loss(session.name, is_handed_over=handed_over)
-            if not handed_over:
-                self._withdrawals.add_lost(self._pending.names())
-                self.pool.orphan_all()
-                self._pending.fail_all(error)
-                self._mirrors.fail_all(error)
-            elif self._pending.names() or self._retains_snapshot() or self.run.links.is_leader or self._mirrors:
-                self._failover.start(self._connection)
+            self._handle_loss(session, error)
+
+    def _handle_loss(self, session: Session, error: WorkerUnavailableError) -> None:
+        self.run.outcomes.note_worker_lost()
+        handed_over = self._is_handed_over(error)
+        with self._lock:
+            self._note_loss(session.name, is_handed_over=handed_over)
+        if not handed_over:
+            self._withdrawals.add_lost(self._pending.names())
+            self.pool.orphan_all()
+            self._pending.fail_all(error)
+            self._mirrors.fail_all(error)
+        elif self._pending.names() or self._retains_snapshot() or self.run.links.is_leader or self._mirrors:
+            self._failover.start(self._connection)
 
     def _retains_snapshot(self) -> bool:
         """Whether a slot holds a committed snapshot that the next worker is to keep for a restarted trainer."""

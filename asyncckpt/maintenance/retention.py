@@ -46,9 +46,6 @@ Score = Callable[[Mapping[str, Any]], float]
 
 _log = logging.getLogger("asyncckpt")
 
-_unscored: dict[str, frozenset[str]] = {}
-"""Names of the checkpoints for which the score has raised in the latest survey of a root: it was logged."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned:
@@ -65,6 +62,32 @@ class Pruned:
     is_removed: bool
     kept: str = ""
     error: OSError | None = None
+
+
+class Scores:
+    """Scores of checkpoints by their metrics. If the score of one raises, that is logged once.
+
+    Args:
+        score: The user's score of the metrics.
+    """
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+        self._failed: set[SaveId] = set()
+
+    def of(self, manifest: Manifest) -> float | None:
+        """Return the score of a checkpoint; None: it has no metrics, or its score raises."""
+        metrics = metrics_in(manifest.metadata)
+        if metrics is None:
+            return None
+        try:
+            return float(self._score(metrics))
+        except Exception as error:
+            if manifest.save_id not in self._failed:
+                self._failed.add(manifest.save_id)
+                text = "best_fn fails for the metrics of step %d, %.500r: %.500r"
+                _log.warning(text, manifest.step, dict(metrics), error)
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +109,14 @@ class Survey:
 
 
 def survey(
-    root: str, store: Store, *, score: Score | None = None, broken: Collection[str] = (), links: bool = False
+    root: str, store: Store, *, score: Scores | None = None, broken: Collection[str] = (), links: bool = False
 ) -> Survey:
     """Return what a root holds. Reads manifests, but no data.
 
     Args:
         root: Absolute path of the root.
         store: Store that holds it.
-        score: Score of a checkpoint's metrics. If it raises, that is logged once, and the checkpoint has no score.
+        score: Scores of checkpoints; a checkpoint has none if it raises.
         broken: Names of directories of checkpoints that are known to be damaged.
         links: As for `scan`.
 
@@ -113,7 +136,7 @@ def survey(
             name=name,
             step=manifest.step,
             save_id=manifest.save_id,
-            score=_score_of(manifest, score, is_logged=name not in _unscored.get(root, ())),
+            score=None if score is None else score.of(manifest),
             is_abandoned=newest is not None and not _is_ancestor(manifest, newest, ancestry),
             is_sound=name not in broken,
             nbytes=manifest.nbytes,
@@ -127,10 +150,7 @@ def survey(
     unscored = frozenset(
         one.name for one in stored if one.score is None and metrics_in(manifests[one.name].metadata) is not None
     )
-    if score is None:
-        return Survey(tuple(stored), manifests, names)
-    _unscored[root] = unscored
-    return Survey(tuple(stored), manifests, names, unscored)
+    return Survey(tuple(stored), manifests, names, unscored if score is not None else frozenset())
 
 
 def abandoned_in(surveys: Mapping[str, Survey]) -> frozenset[str]:
@@ -170,7 +190,7 @@ def prune(
     policy: RetentionPolicy,
     *,
     package: str,
-    score: Score | None = None,
+    score: Scores | None = None,
     broken: Collection[str] = (),
     busy: Collection[str] = (),
     pinned: Collection[str] = (),
@@ -393,20 +413,6 @@ def _sweep(path: str, rules: GarbageRules, store: Store, package: str) -> None:
         pass
     except OSError as error:
         _log.warning("files of saves that were never committed cannot be removed from %s: %s", path, error)
-
-
-def _score_of(manifest: Manifest, score: Score | None, *, is_logged: bool) -> float | None:
-    metrics = metrics_in(manifest.metadata)
-    if score is None or metrics is None:
-        return None
-    try:
-        return float(score(metrics))
-    except Exception as error:
-        if is_logged:
-            _log.warning(
-                "best_fn fails for the metrics of step %d, %.500r: %.500r", manifest.step, dict(metrics), error
-            )
-        return None
 
 
 def remove_checkpoint(

@@ -17,7 +17,7 @@ from asyncckpt.errors import AsyncCkptError, DirectoryInUseError
 from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of
-from asyncckpt.maintenance.retention import Score, Survey, abandoned_in, is_read_back, prune, survey
+from asyncckpt.maintenance.retention import Score, Scores, Survey, abandoned_in, is_read_back, prune, survey
 from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, finder
 from asyncckpt.storage.catalog import Candidate
@@ -193,7 +193,8 @@ class RootRetention:
         self._is_verifying = False
 
         self._dead_after_s = dead_after_s
-        self._root, self._policy, self._best_fn, self._is_leader = root, policy, best_fn, is_leader
+        self._root, self._policy, self._is_leader = root, policy, is_leader
+        self._scores = Scores(best_fn) if best_fn is not None else None
         self._store, self._pid = store_at(root, umask=current_umask()), os.getpid()
         self._lock = threading.Lock()
         self._busy: dict[str, set[DirectoryHold]] = {}
@@ -284,7 +285,7 @@ class RootRetention:
             self._mirror_store,
             self._mirror_policy,
             package=__version__,
-            score=self._best_fn,
+            score=self._scores,
             broken=broken,
             restored=restored,
             busy=copying | self.busy,
@@ -307,7 +308,7 @@ class RootRetention:
             self._store,
             self._policy,
             package=__version__,
-            score=self._best_fn,
+            score=self._scores,
             broken=broken,
             busy=ChainMap(self._busy, exporting).keys(),  # a view, not a copy: a save may begin during the removals
             dead_after_s=self._dead_after_s,
@@ -391,7 +392,7 @@ class RootRetention:
     def _survey(self) -> Survey:
         with self._lock:
             broken = self._broken_in(self._root)
-        return survey(self._root, self._store, score=self._best_fn, broken=broken, links=True)
+        return survey(self._root, self._store, score=self._scores, broken=broken, links=True)
 
     def _stored(self) -> list[StoredCheckpoint]:
         """Return the committed checkpoints of the root and of its mirror, each once."""
@@ -406,7 +407,7 @@ class RootRetention:
         with self._lock:
             broken = self._broken_in(self._mirror)
         try:
-            return survey(self._mirror, self._mirror_store, score=self._best_fn, broken=broken, links=True)
+            return survey(self._mirror, self._mirror_store, score=self._scores, broken=broken, links=True)
         except (OSError, AsyncCkptError) as error:
             if not has_local:
                 raise

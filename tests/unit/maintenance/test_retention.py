@@ -24,7 +24,7 @@ from asyncckpt.format.names import LOCK_NAME, MANIFEST_NAME, SaveId, owner_of
 from asyncckpt.maintenance import pins, policy, retention
 from asyncckpt.maintenance.gc import QUIET_S
 from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of, to_delete
-from asyncckpt.maintenance.retention import Pruned, finish_removal, is_whole, prune, remove_checkpoint, survey
+from asyncckpt.maintenance.retention import Pruned, Scores, finish_removal, is_whole, prune, remove_checkpoint, survey
 from asyncckpt.storage.catalog import ABANDONED, COMMITTED, found_at, next_epoch_beside, scan
 from asyncckpt.storage.checkpoint_dir import prepare_directory, tombstone_if_readable
 from asyncckpt.storage.commit import publish
@@ -386,12 +386,12 @@ def test_while_the_score_fails_on_all_metrics_those_of_earlier_runs_stay_for_one
     saved(2, 1, None)
     saved(3, 2, {"loss": 0.2})
     saved(4, 2, {"loss": 0.3})
-    mistaken = prune_all(tmp_path, score=lambda metrics: float(metrics["los"]))
+    mistaken = prune_all(tmp_path, score=Scores(lambda metrics: float(metrics["los"])))
     assert sorted(committed(tmp_path)) == [1, 4]
     assert [one.kept for one in mistaken if not one.is_removed] == [
         "best_fn fails for all metrics, so this may be the best"
     ]
-    prune_all(tmp_path, policy=RetentionPolicy(max_to_keep=2), score=lambda metrics: float(metrics["loss"]))
+    prune_all(tmp_path, policy=RetentionPolicy(max_to_keep=2), score=Scores(lambda metrics: float(metrics["loss"])))
     assert sorted(committed(tmp_path)) == [1, 4]
     prune_all(tmp_path)
     assert sorted(committed(tmp_path)) == [4]
@@ -400,8 +400,9 @@ def test_while_the_score_fails_on_all_metrics_those_of_earlier_runs_stay_for_one
 def test_a_score_that_fails_is_none_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, metrics in ((1, {"loss": 0.1}), (2, {"other": 1}), (3, None)):
         save(tmp_path, step, SaveId(1, step, RUN), metadata=policy.manager_metadata((), metrics))
+    scores = Scores(lambda metrics: metrics["loss"])
     for _ in range(3):
-        found = survey(str(tmp_path), STORE, score=lambda metrics: metrics["loss"])
+        found = survey(str(tmp_path), STORE, score=scores)
         assert [(one.step, one.score) for one in found.stored] == [(3, None), (2, None), (1, 0.1)]
     assert caplog.text.count("step 2") == 1
 
@@ -409,7 +410,7 @@ def test_a_score_that_fails_is_none_and_that_is_said_once(tmp_path: Path, caplog
 def test_of_many_metrics_only_the_first_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     many = {f"task {n}": float(n) for n in range(3000)}
     save(tmp_path, 1, SaveId(1, 1, "0" * 12), metadata=policy.manager_metadata((), many))
-    survey(str(tmp_path), STORE, score=lambda metrics: float(metrics["loss"]))
+    survey(str(tmp_path), STORE, score=Scores(lambda metrics: float(metrics["loss"])))
     assert "task 0" in caplog.text and "KeyError('loss')" in caplog.text and len(caplog.text) < 2000
 
 
@@ -652,7 +653,7 @@ class Training:
         must = [newest_of(self.there.values()), best_of(self.there.values(), self.policy.best_mode)]
         must += [one for one in self.there.values() if self._is_apart(one.step)]
         busy = {f"step-{step}" for step, _ in self.flying}
-        options = {"policy": self.policy, "score": lambda metrics: metrics["loss"], "busy": busy}
+        options = {"policy": self.policy, "score": Scores(lambda metrics: metrics["loss"]), "busy": busy}
         try:
             prune_all(self.root, files, **options, dead_after_s=-1e9)
         finally:

@@ -29,7 +29,7 @@ from asyncckpt.cli.worker_requests import add_endpoint, busy_paths
 from asyncckpt.errors import ConfigError
 from asyncckpt.maintenance.pins import pinned_in
 from asyncckpt.maintenance.policy import BEST_MODES, RetentionPolicy
-from asyncckpt.maintenance.retention import Pruned, Survey, prune, survey
+from asyncckpt.maintenance.retention import Pruned, Scores, Survey, prune, survey
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.store import Store
 
@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     def score(metrics: Mapping[str, Any]) -> float:
         return float(metrics[args.best])
 
-    before = survey(root, store, score=score if args.best else None)
+    scores = Scores(score) if args.best else None
+    before = survey(root, store, score=scores)
     if args.best and before.stored and all(one.score is None for one in before.stored):
         raise ConfigError(f"--best {args.best}: no checkpoint has this metric", field="best", value=args.best)
     done = prune(
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         store,
         policy,
         package=__version__,
-        score=score if args.best else None,
+        score=scores,
         busy=[os.path.basename(path) for path in busy if os.path.dirname(path) == root],
         delete=args.delete,
     )
