@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import random
@@ -18,7 +19,7 @@ import dcp_calls
 import pytest
 import torch
 from in_process_writer import StorageWriter
-from real_worker import wait_until
+from real_worker import DEADLINE_S, wait_until
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
@@ -63,11 +64,13 @@ def test_the_calling_thread_alone_calls_the_planner_and_others_write(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writers = set()
+    all_write = threading.Barrier(3)
     write_extent = shard_writer.ShardWriter.write_extent
 
     def noted(self: Any, *arguments: Any) -> None:
-        writers.add(threading.current_thread())
-        time.sleep(0.002)
+        if threading.current_thread() not in writers:
+            writers.add(threading.current_thread())
+            all_write.wait(DEADLINE_S)  # else one may have written everything before another has started
         write_extent(self, *arguments)
 
     monkeypatch.setattr(shard_writer.ShardWriter, "write_extent", noted)
@@ -94,16 +97,20 @@ def test_what_the_planner_raises_ends_the_save(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["in the planner", "while the disk is written"])
 def test_ctrl_c_leaves_no_thread(tmp_path: pathlib.Path, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    due: list[int] = []
+
     def interrupt() -> None:
         signal.raise_signal(signal.SIGINT)
 
     def soon() -> None:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        due.append(signal.SIGINT)
 
     write_extent = shard_writer.ShardWriter.write_extent
 
     def slow(self: Any, *arguments: Any) -> None:
         time.sleep(0.03)
+        with contextlib.suppress(IndexError):
+            os.kill(os.getpid(), due.pop())  # most is still to be written, however slow the machine is
         write_extent(self, *arguments)
 
     monkeypatch.setattr(shard_writer.ShardWriter, "write_extent", slow)
