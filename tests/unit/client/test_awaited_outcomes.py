@@ -117,11 +117,11 @@ def test_of_a_save_of_which_no_end_was_told_nothing_is_given_up(monkeypatch: pyt
 
 
 def test_the_start_of_a_worker_does_not_count_as_waiting_for_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stager, "NOWAIT_ANSWER_S", 0.5)
-    process = Process(SaveOutcomes(), tells=0)
+    monkeypatch.setattr(stager, "NOWAIT_ANSWER_S", 60.0)
+    process, monotonic = Process(SaveOutcomes(), tells=0), time.monotonic
 
     def connect() -> None:
-        time.sleep(0.7)
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 90.0)  # the start has taken that long
         threading.Timer(0.05, process.outcomes.update, (RUN, [(0, False)])).start()
 
     process.connect = connect  # type: ignore[method-assign]
