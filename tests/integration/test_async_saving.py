@@ -7,7 +7,6 @@ import gc
 import os
 import pathlib
 import signal
-import threading
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from real_worker import DEADLINE_S, RealWorker, manifest_of, slots_of, wait_unti
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
+from asyncckpt.client import slot_lender
 from asyncckpt.errors import (
     CheckpointExistsError,
     ConfigError,
@@ -278,18 +278,22 @@ def test_a_larger_structure_takes_the_place_of_the_smaller(
 
 
 def test_a_second_slot_comes_only_when_the_first_is_still_being_written(
-    worker: RealWorker, tmp_path: pathlib.Path
+    worker: RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await_grant = slot_lender.await_grant
+
+    def thawed(*arguments: Any) -> bool:
+        worker.signal(signal.SIGCONT)
+        return await_grant(*arguments)
+
     with AsyncCheckpointer(endpoint=worker.endpoint) as checkpointer:
         written(checkpointer.save(STATE, tmp_path / "0"))
         with worker.frozen():
             first = checkpointer.save(STATE, tmp_path / "1")
             assert first.phase == "staged"
             assert len(slots_of(checkpointer)) == 1
-            thaw = threading.Timer(0.1, worker.signal, (signal.SIGCONT,))
-            thaw.start()
+            monkeypatch.setattr(slot_lender, "await_grant", thawed)  # not before: the first save would end meanwhile
             second = checkpointer.save(STATE, tmp_path / "2")  # asks the worker for another slot
-            thaw.join()
         assert len(slots_of(checkpointer)) == 2
         for handle in (first, second):
             written(handle)
