@@ -300,7 +300,7 @@ def test_a_worker_that_only_hangs_is_not_taken_over_and_commits_nothing_when_it_
     tmp_path: pathlib.Path,
 ) -> None:
     with own_worker(arena_limit_bytes=LIMIT, staging="blocking", worker_timeout_s=2.0, on_error="warn") as checkpointer:
-        written(checkpointer.save(state_of(0), tmp_path / "0", step=0))
+        saved_at_last(lambda name: checkpointer.save(state_of(0), tmp_path / f"0-{name}", step=0))
         worker = worker_of(checkpointer)
         with worker.frozen():
             error = checkpointer.save(state_of(1), tmp_path / "1", step=1).written.exception(DEADLINE_S)
