@@ -357,7 +357,8 @@ class Session:
         finally:
             with self._lock:
                 self._has_ended, abandoned = True, self._on_end
-                if abandoned is not None and self._wake >= 0:  # an abandoned session is not closed by its owner
+                # `close` may have waited in vain, and an abandoned session is not closed by its owner.
+                if self._wake >= 0:
                     os.close(self._wake)
                     self._wake = -1
             if abandoned is not None:

@@ -18,6 +18,7 @@ from asyncckpt.config import CheckpointerConfig
 from asyncckpt.errors import WorkerUnavailableError
 from asyncckpt.protocol import codec, messages
 from asyncckpt.protocol.identity import start_ticks, watch
+from tests.leak_guard import open_fds
 
 SAVE_ID = "000001-00000000-aaaaaaaaaaaa"
 
@@ -88,6 +89,31 @@ def test_a_session_without_a_thread_is_a_typed_error_and_leaves_nothing(
     with pytest.raises(WorkerUnavailableError, match="can't start new thread") as caught:
         one.open(time.monotonic() + 60.0, None)
     assert caught.value.detail == "thread"
+
+
+def test_a_session_whose_thread_outlasts_its_close_leaves_no_descriptor(tmp_path: Path) -> None:
+    goes_on, hello = threading.Event(), hello_builder(0, 1, "0")
+
+    def held(number: int, name: str) -> messages.Hello:
+        assert goes_on.wait(60)
+        return hello(number, name)
+
+    os.chmod(tmp_path, 0o700)
+    before = open_fds()
+    one = Session(
+        f"ipc://{tmp_path}/w.sock",
+        hello=held,
+        worker_timeout_s=3.0,
+        pending=lambda: [],
+        on_saves=lambda _: None,
+        on_lost=lambda _: None,
+    )
+    one.thread.start()
+    one.close(0.0)
+    assert one.thread.is_alive()
+    goes_on.set()
+    one.thread.join(60)
+    assert not one.thread.is_alive() and open_fds() <= before
 
 
 def test_a_connection_that_gets_no_thread_to_begin_with_is_made_by_the_first_save(
