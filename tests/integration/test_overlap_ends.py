@@ -206,6 +206,11 @@ def test_a_copy_that_cannot_be_begun_fails_that_save_only(
         training.assert_next_works(f"next-{n}")
 
 
+def wait_for_copier() -> None:
+    """Wait until the thread of the copies has ended, which it may do after what it copied is written."""
+    wait_until(lambda: COPIER not in {thread.name for thread in threading.enumerate()}, "the copier's thread has ended")
+
+
 def test_where_no_thread_can_be_started_the_copy_is_made_in_save(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +218,7 @@ def test_where_no_thread_can_be_started_the_copy_is_made_in_save(
         raise RuntimeError("can't start new thread")
 
     written(training.save("before"))
+    wait_for_copier()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         handle = training.save("a")
@@ -277,6 +283,7 @@ def test_an_interrupted_start_of_the_thread_leaves_nothing_behind(
             if thread.name == COPIER:
                 raise KeyboardInterrupt
 
+        wait_for_copier()
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", interrupted)
             with pytest.raises(KeyboardInterrupt):
