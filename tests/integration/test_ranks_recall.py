@@ -189,6 +189,7 @@ def test_torn_staging_leaves_the_snapshot_before_it_to_load(here: Here, tmp_path
         if client.rank == 0:
             client.seal(slot, snapshot, later, str(tmp_path / "b"), step=2)
             client.submit(slot, later)
+            wait_until((tmp_path / "b").exists, "its directory is made")
         client.goodbye()
         client.close()
     wait_until(lambda: not status_of(here.endpoint)["sessions"], "both have left")

@@ -186,6 +186,7 @@ def test_snapshot_is_loaded_while_the_disk_is_slow(
         handle = saver.save(state_of(1), tmp_path / "a", metadata={"loss": 0.5})
         is_held(handle)
         assert is_state(asyncckpt.load(tmp_path / "a", source=source), 1)
+        wait_until((tmp_path / "a").exists, "its directory is made")
         with pytest.raises(CheckpointNotCommittedError, match=r"holds it in memory, as save .* of step 1"):
             asyncckpt.load(tmp_path / "a", source="disk")
         assert not handle.written.done()
@@ -208,6 +209,7 @@ def test_snapshot_is_opened_and_planned_for_while_the_disk_is_slow(
     with pytest.raises(SnapshotUnavailableError, match="was closed"):
         opened.tensor("w")
     assert asyncckpt.plan_load(tmp_path / "a", state_of(1), source=source).fits
+    wait_until((tmp_path / "a").exists, "its directory is made")
     for call in (asyncckpt.open_checkpoint, lambda path, source: asyncckpt.plan_load(path, {}, source=source)):
         with pytest.raises(CheckpointNotCommittedError, match="holds it in memory"):
             call(tmp_path / "a", source="disk")
