@@ -21,7 +21,8 @@ import atexit, json, os, signal, sys, threading, time
 def at_exit():
     print("at exit", threading.active_count())
 atexit.register(at_exit)
-threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+told = threading.Event()
+threading.Thread(target=lambda: (told.wait(), time.sleep(0.2), print("thread"))).start()
 signals = {one.name: str(signal.getsignal(one)).split(" at ")[0] for one in signal.Signals}
 found = {
     "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path, "environment": sorted(os.environ), "name": __name__,
@@ -31,6 +32,7 @@ found = {
     "threads": len(os.listdir("/proc/self/task")), "flags": str(sys.flags), "warnings": str(sys.warnoptions),
 }
 print(json.dumps(found, sort_keys=True), flush=True)  # before it may be killed
+told.set()
 print("to stderr", file=sys.stderr)
 if sys.argv[1] == "raise":
     raise ValueError("on purpose")
