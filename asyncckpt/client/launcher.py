@@ -14,6 +14,9 @@ from asyncckpt.protocol.endpoint import ALREADY_SERVED, make_directory
 START_TIMEOUT_S = 30.0
 """How long the command may take. It returns once it has forked, usually within 0.1 s."""
 
+START_ATTEMPTS = 3
+"""How often the command is run if a signal kills it: as many workers as may die in turn before a save fails."""
+
 WORKER_MODULE = "asyncckpt_worker.cli"
 """Its `main()` is the command `asyncckpt-worker`."""
 
@@ -52,17 +55,20 @@ def start_worker(endpoint: str, *, log_path: str | None = None, options: Sequenc
         raise _failed(endpoint, log_path, detail)
     command = [*python_command(WORKER_MODULE), "--endpoint", endpoint, "--detach", "--log-file", log_path]
     try:
-        done = subprocess.run(
-            [*command, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env=worker_environment(),
-            start_new_session=True,
-            timeout=START_TIMEOUT_S,
-            check=False,
-        )
+        for _ in range(START_ATTEMPTS):
+            done = subprocess.run(
+                [*command, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                env=worker_environment(),
+                start_new_session=True,
+                timeout=START_TIMEOUT_S,
+                check=False,
+            )
+            if done.returncode >= 0:  # else it was killed while it started
+                break
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _failed(endpoint, log_path, str(error)) from error
     output = done.stderr.decode(errors="replace").strip()

@@ -293,6 +293,31 @@ def test_launch_that_fails_says_why(endpoint: str, monkeypatch: pytest.MonkeyPat
         launcher.start_worker(endpoint, options=("--threads", "-5"))
 
 
+def test_a_worker_that_is_killed_while_it_starts_is_started_again_twice(
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / '.typing'}")
+    starts, fake = tmp_path / "starts", tmp_path / "python"
+
+    def killed(times: int) -> None:
+        starts.unlink(missing_ok=True)
+        text = f"#!/bin/sh\necho >> {starts}\n[ $(wc -l < {starts}) -gt {times} ] || kill -9 $$\n"
+        fake.write_text(f'{text}exec {python} "$@"\n')
+
+    python = sys.executable
+    fake.touch(0o700)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    killed(3)
+    with pytest.raises(WorkerUnavailableError, match="exit code -9"):
+        launcher.start_worker(endpoint)
+    killed(2)
+    launcher.start_worker(endpoint)
+    pid = status(endpoint)["pid"]
+    with Client(endpoint) as client:
+        client.call(m.Drain(id=client.next_id(), now=True))
+    wait_gone(pid)
+
+
 @pytest.mark.parametrize("executable", [None, ""])
 def test_a_python_that_does_not_know_its_executable_says_so(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, executable: str | None
