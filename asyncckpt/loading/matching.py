@@ -602,8 +602,9 @@ class _Matcher:
             self._report.unavailable += others
         at, node = found
         self._record_read(node, at)
-        if isinstance(holder, torch.optim.Optimizer):
-            node = with_optimizer_state(node)
+        if isinstance(holder, torch.optim.Optimizer) and not saved.keeps_empty_containers:
+            node, bare = with_optimizer_state(node), node
+            self._report.staying_empty += [f"{fqn}.state"] if node is not bare else []
         new = Replacement(path, fqn, saved.without_other_ranks(node), holder)
         matches.replaced.append(new)
         if isinstance(holder, torch.optim.Optimizer):  # it moves its state to its parameters' devices

@@ -309,7 +309,9 @@ def test_what_a_checkpointer_pickled_needs_leave(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", [StorageWriter, dcp.FileSystemWriter])
-def test_a_target_keeps_what_planners_leave_out_since_it_is_empty(tmp_path: Path, writer: Any) -> None:
+def test_a_target_keeps_what_planners_leave_out_since_it_is_empty(
+    tmp_path: Path, writer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     saved, optimizer = (torch.optim.SGD([parameter], lr=lr) for lr in (0.1, 0.5))  # without momentum: no state
     state = {"w": torch.ones(2), "optim": saved.state_dict(), "d": {}, "l": [{}, {"t": torch.ones(1)}]}
@@ -320,6 +322,7 @@ def test_a_target_keeps_what_planners_leave_out_since_it_is_empty(tmp_path: Path
         states.assert_same(target, state)
     asyncckpt.load(tmp_path / "c", {"optim": optimizer})
     assert optimizer.state_dict() == saved.state_dict()
+    assert caplog.records[-1].getMessage().endswith("nothing was saved for optim.state, which stays empty")
 
 
 def test_an_empty_dict_in_a_list_with_tensors_stays_one(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from asyncckpt.errors import (
     LeafTypeMismatchError,
     MissingKeysError,
     ShapeMismatchError,
+    StateLoadError,
     UnsupportedPathError,
 )
 from asyncckpt.format.checksums import BLOCK_NBYTES
@@ -417,6 +418,23 @@ def test_a_key_below_an_object_that_is_loaded_as_a_whole_selects_nothing_new(tmp
     path = save(tmp_path / "c", {"optim": saved})
     load(path, {"optim": target}, keys=["optim", "optim.param_groups"])
     assert target.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("kind", ["asyncckpt", "torch"])
+def test_an_optimizer_whose_state_was_not_saved_is_refused(tmp_path: Path, kind: str) -> None:
+    """An empty state would have been saved as such: the moments would be lost without a word."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    saved = {"optim": {"param_groups": optimizer.state_dict()["param_groups"]}}
+    if kind == "torch":
+        torch.save(saved, tmp_path / "c")
+    else:
+        save(tmp_path / "c", saved)
+    with pytest.raises(StateLoadError, match="state"):
+        load(str(tmp_path / "c"), {"optim": optimizer})
+    assert optimizer.state[parameter]["momentum_buffer"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
