@@ -99,6 +99,7 @@ class SavedTree:
         self._per_rank_names: dict[str, None] = {}
         self.unlike: set[str] = set()
         self._namesakes: dict[str, dict[Path, Node]] = {}  # filled by `_nodes`: what an earlier path has the FQN of
+        empty: dict[str, None] = {}
         first_object = 0
         for part in contents.ranks:
             self._first_objects.append(first_object)
@@ -117,11 +118,14 @@ class SavedTree:
                 view = self._view(rank, own=rank == self.reader_rank)
                 seen = view.renumbered(structure.tree, ())
                 self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))
+                empty.update(dict.fromkeys(view.empty_of_other_ranks))
             if joined is None or seen is None:
                 joined = seen if joined is None else joined
             else:
                 joined = self._join(joined, seen, ())
         self.tree: Node = joined or (DICT, ())
+        absent = (fqn for fqn in empty if _node_at(self.tree, fqn) in (None, OTHER_RANKS_ONLY))
+        self._per_rank_names.update(dict.fromkeys(absent))
 
     def _join(self, first: Node, other: Node, path: Path) -> Node:
         """Return `first` with what only `other` has.
@@ -336,11 +340,13 @@ class _RankView:
 
     Attributes:
         other_ranks_only: FQNs of the rank's `PerRank` leaves, unless it is the reader's own rank.
+        empty_of_other_ranks: FQNs of its `PerRank` values that hold no leaf, unless it is the reader's own rank.
     """
 
     def __init__(self, tensor_number: Callable[[int], int], first_object: int, *, own: bool) -> None:
         self._tensor_number, self._first_object, self._own = tensor_number, first_object, own
         self.other_ranks_only: list[str] = []
+        self.empty_of_other_ranks: list[str] = []
 
     def renumbered(self, node: Node, path: Path) -> Node | None:
         """Return `node` with common numbers; None if it holds only leaves that belong to another rank."""
@@ -353,7 +359,9 @@ class _RankView:
             if self._own:
                 return self.renumbered(node[1], path)
             names = [fqn_of(leaf) for leaf, _ in leaves(node[1], path)]
-            self.other_ranks_only += names or [fqn_of(path)]  # an empty mapping has no leaves
+            self.other_ranks_only += names
+            if not names:
+                self.empty_of_other_ranks.append(fqn_of(path))
             return None
         if kind in SEQUENCES:
             members = [self.renumbered(member, (*path, n)) for n, member in enumerate(node[1])]

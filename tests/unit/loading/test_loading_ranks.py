@@ -232,6 +232,16 @@ def test_an_empty_dict_of_one_rank_is_one_of_its_values_too(tmp_path: Path, valu
     assert made.value == {"n": 2}
 
 
+def test_an_empty_dict_of_another_rank_takes_nothing_from_what_is_there(tmp_path: Path) -> None:
+    path = save_ranks(tmp_path / "own", [{"x": PerRank({"k": 1})}, {"x": PerRank({})}])
+    assert read(path, 0, 2, {"x": {"k": 0, "new": 5}}, strict=False) == {"x": {"k": 1, "new": 5}}
+    with pytest.raises(MissingKeysError):
+        read(path, 0, 2, {"x": {"k": 0, "new": 5}})
+    for n, plain in enumerate(({"k": 1}, {})):
+        path = save_ranks(tmp_path / f"plain{n}", [{"x": plain}, {"x": PerRank({})}])
+        assert read(path, 0, 1) == {"x": plain}
+
+
 @pytest.mark.parametrize("keys", [["rng"], ["step", "rng.seed"]])
 def test_keys_that_name_per_rank_values_are_refused_at_another_world_size(path: str, keys: list[str]) -> None:
     with pytest.raises(PerRankUnavailableError):
