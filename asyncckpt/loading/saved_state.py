@@ -211,9 +211,12 @@ class SavedTree:
         """
         if fqn not in self._prefixes:
             return None
-        named = ((fqn_of(path), node) for path, node in whole_leaves(self.tree))
-        below = [(name, node) for name, node in named if name.startswith(f"{fqn}.")]
-        return (fqn,), (DICT, tuple(part for name, node in below for part in (name[len(fqn) + 1 :], node)))
+        below: dict[str, Node] = {}
+        for path, node in whole_leaves(self.tree):
+            name = fqn_of(path)
+            if name.startswith(f"{fqn}."):
+                below.setdefault(name[len(fqn) + 1 :], node)  # of several paths with one name, the first counts
+        return (fqn,), (DICT, tuple(part for item in below.items() for part in item))
 
     @cached_property
     def _prefixes(self) -> set[str]:

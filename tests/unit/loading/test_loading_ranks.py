@@ -179,6 +179,13 @@ def test_a_name_that_another_rank_has_at_another_path_is_the_rank_s_own(tmp_path
         assert_same(read(path, rank, 2, erased(saved)), saved)
 
 
+def test_a_dict_that_is_made_of_names_holds_the_rank_s_own_values(tmp_path: Path) -> None:
+    states = [{"m.a": {"b": torch.zeros(1)}}, {"m.a.b": torch.ones(1)}]
+    path = save_ranks(tmp_path / "c", states)
+    for rank in range(2):
+        assert read(path, rank, 2, {"m": {}})["m"]["a.b"].tolist() == [rank]
+
+
 def erased(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: erased(member) for key, member in value.items()}
