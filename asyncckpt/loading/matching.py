@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ from asyncckpt.loading.container_matching import (
 from asyncckpt.loading.exact_matching import ObjectLeaves, exact_placements
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, KeyMap, Selection, prefixes, renamer, selected
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry
-from asyncckpt.loading.saved_state import SavedObjects, SavedTree, kind_of, refuse_unknown_types, rest_of
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, all_nodes, kind_of, refuse_unknown_types, rest_of
 from asyncckpt.loading.target_tensors import (
     Filling,
     Reused,
@@ -327,6 +328,7 @@ class _Matcher:
         self._absent_paths: list[Path] = []  # of leaves that the checkpoint lacks
         self._empty_paths: list[Path] = []  # of empty containers that were saved as empty
         self._filled_paths: list[Path] = []
+        self._read_nodes: list[tuple[Path, Node]] = []  # containers and composite tensors that are read as a whole
 
     def match(self, flat: Flattened) -> Matches:
         """Match the whole target; `flat` is what `flatten` has made of it."""
@@ -361,8 +363,14 @@ class _Matcher:
 
     def _is_read(self, fqn: str) -> bool:
         """Whether something that was saved under `fqn` is read; False if names are mapped."""
-        read = self._report.read_leaves
-        return self._rename is None and any(name == fqn or name.startswith(f"{fqn}.") for name in read)
+        return self._rename is None and fqn in self._read_names
+
+    @cached_property
+    def _read_names(self) -> set[str]:
+        """Names of everything that is read, and the parts of them before each dot. Only for use after the matching."""
+        names = {fqn_of(path) for at, node in self._read_nodes for path, _ in all_nodes(node, at)}
+        names.update(self._report.read_leaves)
+        return names.union(*map(prefixes, names))
 
     def _saved_name(self, fqn: str) -> str:
         return fqn if self._rename is None else self._rename(fqn)
@@ -427,6 +435,7 @@ class _Matcher:
 
     def _record_read(self, node: Node, at: Path) -> None:
         """Record that the saved `node` at path `at` is read."""
+        self._read_nodes.append((at, node))
         self._report.read_leaves.update(
             (fqn_of(leaf), inner) for leaf, inner in leaves(node, at) if inner is not OTHER_RANKS_ONLY
         )

@@ -225,7 +225,7 @@ class SavedTree:
     @cached_property
     def _nodes(self) -> dict[str, tuple[Path, Node]]:
         found: dict[str, tuple[Path, Node]] = {}
-        for path, node in _all_nodes(self.tree, ()):
+        for path, node in all_nodes(self.tree, ()):
             fqn = fqn_of(path)
             if found.setdefault(fqn, (path, node))[0] is not path:
                 self._namesakes.setdefault(fqn, {})[path] = node
@@ -288,11 +288,12 @@ def _node_at(node: Node, fqn: str) -> Node | None:
     return None
 
 
-def _all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+def all_nodes(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, node) of `node`, which is at `path`, and of every leaf and container below it."""
     if node is not OTHER_RANKS_ONLY:
         yield path, node
     for key, child in members(node):
-        yield from _all_nodes(child, (*path, key))
+        yield from all_nodes(child, (*path, key))
 
 
 def _with_parameter_numbers(node: Node, value_of: Callable[[int], Any]) -> Node:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import shutil
+import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Sequence
 from dataclasses import fields
@@ -411,6 +412,21 @@ def test_a_key_below_another_one_selects_nothing_new(tmp_path: Path, target: Any
     with pytest.raises(MissingKeysError, match="1 keys are not in the checkpoint;") as caught:
         load(path, None if target is None else {"a": {}}, keys=["a", "a.b", "a.typo"])
     assert caught.value.keys == ["a.typo"]
+
+
+@pytest.mark.parametrize("target", [None, {"a": {}}, {"a": None}, {"a": {"b": 0, "e": {}}}], ids=str)
+def test_a_key_of_an_empty_dict_below_another_one_selects_nothing_new(tmp_path: Path, target: Any) -> None:
+    path = save(tmp_path / "c", {"a": {"b": 1, "e": {}}, "d": 3})
+    assert load(path, target, keys=["a", "a.e"]) == {"a": {"b": 1, "e": {}}}
+
+
+def test_thousands_of_keys_below_another_one_take_no_time(tmp_path: Path) -> None:
+    """The time must not grow with the number of keys times the number of leaves, which took a minute."""
+    members = {f"k{n}": n for n in range(20_000)}
+    path, keys = save(tmp_path / "c", {"a": members}), ["a", *(f"a.{name}" for name in members)]
+    begin = time.process_time()
+    assert load(path, {"a": {}}, keys=keys) == {"a": members}
+    assert time.process_time() - begin < 8
 
 
 def test_a_key_below_an_object_that_is_loaded_as_a_whole_selects_nothing_new(tmp_path: Path) -> None:
