@@ -92,18 +92,20 @@ class ManagerExports:
         self._settings: bytes | None = None
         self._n_starts = 0
         self._open: dict[str, int] = {}  # steps by key of the jobs that are not known to have ended
-        self._is_owed = False
+        self._is_owed = False  # a request was not made, or not written
+        self._latest: Any = None  # `written` of the save whose export was requested last
         self._last_names: set[str] = set()
         self._is_unreadable = False
 
     def is_due(self, step: int, last_step: int | None) -> bool:
-        """Return whether `step` is the first one that is saved at, or after, a multiple of `every`.
+        """Return whether `step` is the first one that is saved at, or after, a multiple of `every`; failures aside.
 
         Args:
             step: The step to save.
             last_step: The step that was saved or restored before; None: there is none.
         """
-        return self._is_owed or step // self._every > (last_step or 0) // self._every
+        is_owed = self._is_owed or _has_failed(self._latest)
+        return is_owed or step // self._every > (last_step or 0) // self._every
 
     def prepare(self, state: Mapping[str, Any], *, is_due: bool) -> None:
         """Before a save: learn what the exporter needs, and start it, in the first one. All ranks call it.
@@ -203,18 +205,18 @@ class ManagerExports:
             self._is_owed = True
             _log.error("%s: the next checkpoint is exported instead: %s", self._said(name, step), error)
             return
-        self._is_owed = False
+        self._is_owed, self._latest = False, None
         self._open[job.key] = step
         if handle is None or not is_save:
             self._process.wake()
         else:
+            self._latest = handle.written
             handle.written.add_done_callback(lambda done: self._ended(job.key, done))
 
     def _ended(self, key: str, written: Any) -> None:
         """Wake the exporter, or withdraw the job of a save that has failed. Called in any thread."""
-        has_failed = isinstance(written, SaveFuture) and written.peek()[1] is not None
+        has_failed = _has_failed(written)
         if has_failed:
-            self._is_owed = True
             self._open.pop(key, None)
         try:
             if has_failed:
@@ -361,3 +363,7 @@ def _json_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rule(rule: TensorRule) -> dict[str, Any]:
     return {"sources": rule.sources, "targets": rule.targets, "dim": rule.dim, "stack_dim": rule.stack_dim}
+
+
+def _has_failed(written: Any) -> bool:
+    return isinstance(written, SaveFuture) and written.done() and written.peek()[1] is not None

@@ -23,14 +23,14 @@ import asyncckpt
 from asyncckpt import CheckpointManager, RankInfo, SyncCheckpointer, TensorRule
 from asyncckpt.errors import ConfigError, SaveFailedError, UnsupportedPathError
 from asyncckpt.format.manifest import decode_manifest
-from asyncckpt.format.names import MANIFEST_NAME, converting_name
+from asyncckpt.format.names import MANIFEST_NAME, SaveId, converting_name
 from asyncckpt.interop import convert
 from asyncckpt.interop.hf.export import companion_files
 from asyncckpt.interop.hf.model_outline import outline_of_model
 from asyncckpt.manager.export_queue import QUEUE_NAME, ExportQueue
 from asyncckpt.manager.exporter import MAX_ATTEMPTS, Exporter, ExportSettings, encoded_files
 from asyncckpt.manager.exports import ManagerExports
-from asyncckpt.save_handle import SaveFuture
+from asyncckpt.save_handle import SaveFuture, SaveHandle, SaveReport
 from tests.warm_python import WarmPython
 
 pytest.importorskip("safetensors")
@@ -455,6 +455,22 @@ def failed_save() -> SaveFuture:
     future = SaveFuture()
     future.set_exception(SaveFailedError("of no disk", code="EIO"))
     return future
+
+
+def test_a_save_that_has_failed_is_made_up_for_before_its_callbacks_have_run(tmp_path: Path) -> None:
+    one = exports(tmp_path, 10, is_leader=True, options={"config": CONFIG, "key": "model"})
+    one._process = NoProcess()  # type: ignore[assignment]
+    one.prepare({}, is_due=True)
+    handles = [SaveHandle(step=n, path=f"/r/s{n}", save_id=SaveId(1, n, "0" * 12)) for n in (10, 11)]
+    seen = list[bool]()
+    handles[0].written.add_done_callback(lambda _: seen.append(one.is_due(11, 10)))  # before that of the request
+    one.request("s10", 10, handles[0])
+    assert not one.is_due(11, 10)
+    handles[0].written.set_exception(SaveFailedError("of no disk", code="EIO"))
+    assert seen == [True] and one.busy() == set()
+    one.request("s11", 11, handles[1])
+    handles[1].written.set_result(SaveReport(save_id="", nbytes=0))
+    assert not one.is_due(12, 11) and one.busy() == {"s11"}
 
 
 @pytest.mark.parametrize("is_leader", [True, False])
