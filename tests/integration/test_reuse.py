@@ -226,7 +226,7 @@ def test_two_runs_in_one_directory_do_not_disturb_each_other(shared_worker: Real
     for name in sorted(os.listdir(tmp_path)):
         run, _, step = name.partition("-")
         check(tmp_path / name, state_of(10 * int(run) + int(step)))
-        assert has_linked(tmp_path / name)
+        assert step == "0" or has_linked(tmp_path / name), "of two first saves, the later ones link to one"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
