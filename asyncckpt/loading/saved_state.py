@@ -91,8 +91,10 @@ class SavedTree:
         n_ranks = len(contents.ranks)
         self.reader_rank = reader.rank if reader.world_size == n_ranks else None
         self.is_single_rank = n_ranks == 1 and self.reader_rank == 0
-        kind = contents.source.kind if contents.source is not None else ""
-        self.keeps_empty_containers = PLANNER_KEY not in contents.manifest.metadata if not kind else kind == "torch"
+        if contents.source is None:
+            self.keeps_empty_containers = PLANNER_KEY not in contents.manifest.metadata
+        else:
+            self.keeps_empty_containers = contents.source.kind == "torch"
         self.tensors: list[SavedTensor] = list(contents.tensors.values())
         self._contents = contents
         self._first_objects: list[int] = []

@@ -98,7 +98,10 @@ class ManagerExports:
         self._is_unreadable = False
 
     def is_due(self, step: int, last_step: int | None) -> bool:
-        """Return whether `step` is the first one that is saved at, or after, a multiple of `every`; failures aside.
+        """Return whether `step` is to be exported.
+
+        It is if it is the first one that is saved at, or after, a multiple of `every`; or if the last one that was to
+        be exported could not be requested, or its save has failed.
 
         Args:
             step: The step to save.

@@ -19,6 +19,7 @@ from asyncckpt.errors import SlotTimeoutError  # noqa: E402
 from asyncckpt.format.names import SaveId  # noqa: E402
 from asyncckpt.staging import stager  # noqa: E402
 from asyncckpt.staging.stager import SlotStager  # noqa: E402
+from asyncckpt_worker.core.nodes.follower import FOUND_S  # noqa: E402
 
 RUN = "0" * 12
 
@@ -127,3 +128,7 @@ def test_the_start_of_a_worker_does_not_count_as_waiting_for_its_answer(monkeypa
     process.connect = connect  # type: ignore[method-assign]
     waits(process, 600.0, on_busy="skip")
     assert process.outcomes.meets_after(RUN, 0) is False
+
+
+def test_a_worker_that_follows_has_time_to_report_before_an_outcome_counts_as_lost() -> None:
+    assert save_outcomes.OUTCOME_TIMEOUT_S > FOUND_S

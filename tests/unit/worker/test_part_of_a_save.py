@@ -33,7 +33,7 @@ SESSION: Any = SimpleNamespace(name="s", rank=0, follower="", storage={})
 SLOT: Any = SimpleNamespace(session="s", number=3, follower="", storage={}, adopted_generation=-1)
 
 NOT_REPORTED = {"id", "slot", "generation", "fsync"}
-"""Fields of a Begin that the leader of other nodes does not need: it lends no slot there, and makes no directories."""
+"""Fields of a Begin that the leader of other nodes does not need: it lends no slot there, and flushes in any case."""
 
 
 def test_the_leader_gets_every_field_of_a_begin() -> None:

@@ -91,7 +91,11 @@ def part_row(save_id: str, part: RankSave, *, recovering: bool) -> dict[str, Any
 
 
 def begin_of(row: Row) -> Begin:
-    """Return the Begin of a row. It has no `fsync`: the leader makes no directories for ranks of other nodes."""
+    """Return the Begin of a row, which has no `fsync`.
+
+    The leader prepares a directory for a rank of another node only if a dead worker may have written there; then it
+    flushes, whatever the setting.
+    """
     return Begin(
         id=0,
         save_id=row["save_id"],
