@@ -239,7 +239,7 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
     """
     try:
         raw = unsealed(data, path)
-        state = _field(raw, "state", str)
+        state = raw.get("state")
         if state == STATE_ABANDONED:
             raise CheckpointNotCommittedError(
                 f"{path} holds a save that was begun, never committed, and given up by a clean-up; load another "
@@ -303,64 +303,29 @@ def _refuse_newer(data: bytes, path: str) -> None:
         )
 
 
-def _checked_manifest(raw: dict[str, Any]) -> Manifest:
-    save_id, world_size = SaveId.parse(_field(raw, "save_id", str)), _field(raw, "world_size", int)
-    records = _field(raw, "ranks", list)
-    if not 1 <= world_size <= MAX_RANKS:
-        raise ValueError(f"field `world_size` is {world_size}, expected 1 to {MAX_RANKS}")
-    if len(records) != world_size:
-        raise ValueError(f"field `ranks` has {len(records)} entries, expected {world_size}, as `world_size` says")
-    return Manifest(
-        save_id=save_id,
-        step=_checked_number(raw, "step", minimum=-_MAX_INT),
-        world_size=world_size,
-        created=str(_member(raw, "created")),
-        fsync=_field(raw, "fsync", bool),
-        writer=str(_member(raw, "writer")),
-        ranks=tuple(_checked_rank(record, number, save_id) for number, record in enumerate(records)),
-        metadata=_field(raw, "metadata", dict),
-        timings=_checked_timings(_field(raw, "timings", dict)),
-        dcp=_checked_dcp(_field(raw, DCP_METADATA_NAME, dict)) if layout_of(raw) == DCP else None,
-        mirror=_checked_mirror(raw.get("mirror")),
-    )
-
-
-def _checked_mirror(raw: Any) -> str | None:
-    if raw is not None and (type(raw) is not str or not raw):
-        raise ValueError(f"mirror is {raw!r}, expected a path or URL")
-    return raw
-
-
-def _checked_timings(raw: dict[str, Any]) -> dict[str, float]:
-    try:
-        return {str(phase): float(seconds) for phase, seconds in raw.items()}
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"field `timings` has a value that is not a number of seconds: {error}") from error
-
-
-def _checked_dcp(raw: dict[str, Any]) -> DcpRecord:
-    where = f" of `{DCP_METADATA_NAME}`"
-    return DcpRecord(nbytes=_checked_number(raw, "nbytes", where), checksum=_checked_checksum(raw, "checksum", where))
-
-
-def _checked_rank(raw: Any, number: int, save_id: SaveId) -> RankRecord:
-    where = f" of entry {number} of `ranks`"
-    _checked_type(raw, dict, f"entry {number} of `ranks`")
-    rank, expected = _member(raw, "rank", where), index_name(save_id, number)
-    if rank != number:
-        raise ValueError(f"field `rank`{where} is {rank!r}, expected {number}")
-    if _member(raw, "index", where) != expected:
-        raise ValueError(f"field `index`{where} is {raw['index']!r}, expected {expected!r}")
-    return RankRecord(
-        rank=rank,
-        index_name=expected,
-        index_nbytes=_checked_number(raw, "index_nbytes", where),
-        index_checksum=_checked_checksum(raw, "index_checksum", where),
-        n_tensors=_checked_number(raw, "tensors", where),
-        n_files=_checked_number(raw, "files", where),
-        nbytes=_checked_number(raw, "nbytes", where),
-    )
-
+_NUMBER = range(_MAX_INT + 1)
+_MANIFEST_FIELDS: Mapping[str, type | range] = {
+    "save_id": str,
+    "step": range(-_MAX_INT, _MAX_INT + 1),
+    "world_size": range(1, MAX_RANKS + 1),
+    "created": object,
+    "fsync": bool,
+    "writer": object,
+    "metadata": dict,
+    "timings": dict,
+    "ranks": list,
+}
+_RANK_FIELDS: Mapping[str, type | range] = {
+    "rank": _NUMBER,
+    "index": str,
+    "index_nbytes": _NUMBER,
+    "index_checksum": str,
+    "tensors": _NUMBER,
+    "files": _NUMBER,
+    "nbytes": _NUMBER,
+}
+_DCP_FIELDS: Mapping[str, type | range] = {"nbytes": _NUMBER, "checksum": str}
+"""Required fields: their type, `object` for any, or the integers that they may be."""
 
 _JSON_TYPES = {
     bool: "true or false",
@@ -373,33 +338,87 @@ _JSON_TYPES = {
 }
 
 
-def _member(raw: Mapping[str, Any], name: str, where: str = "") -> Any:
-    """Return a field's value; `where`: for messages, the part of the document that `raw` is."""
-    if name not in raw:
-        raise ValueError(f"field `{name}`{where} is missing")
-    return raw[name]
+def _check_fields(raw: Mapping[str, Any], fields: Mapping[str, type | range], where: str = "") -> None:
+    """Check that `raw` has these fields, with values as they say; a bool is not an integer.
+
+    Args:
+        raw: The decoded object.
+        fields: As `_MANIFEST_FIELDS`.
+        where: For messages, the part of the document that `raw` is.
+
+    Raises:
+        ValueError: A field is missing, or has another value.
+    """
+    for name, expected in fields.items():
+        if name not in raw:
+            raise ValueError(f"field `{name}`{where} is missing")
+        value = raw[name]
+        kind = int if isinstance(expected, range) else expected
+        if kind is not object and type(value) is not kind:
+            raise ValueError(f"field `{name}`{where} is {_JSON_TYPES[type(value)]}, expected {_JSON_TYPES[kind]}")
+        if isinstance(expected, range) and value not in expected:
+            raise ValueError(f"field `{name}`{where} is {value}, expected {expected.start} to {expected.stop - 1}")
 
 
-def _field(raw: Mapping[str, Any], name: str, kind: type, where: str = "") -> Any:
-    """Return a field's value, which must be of type `kind`; a bool is not an integer."""
-    return _checked_type(_member(raw, name, where), kind, f"field `{name}`{where}")
+def _checked_manifest(raw: dict[str, Any]) -> Manifest:
+    _check_fields(raw, _MANIFEST_FIELDS)
+    save_id, world_size, records = SaveId.parse(raw["save_id"]), raw["world_size"], raw["ranks"]
+    if len(records) != world_size:
+        raise ValueError(f"field `ranks` has {len(records)} entries, expected {world_size}, as `world_size` says")
+    mirror = raw.get("mirror")
+    if mirror is not None and (type(mirror) is not str or not mirror):
+        raise ValueError(f"mirror is {mirror!r}, expected a path or URL")
+    return Manifest(
+        save_id=save_id,
+        step=raw["step"],
+        world_size=world_size,
+        created=str(raw["created"]),
+        fsync=raw["fsync"],
+        writer=str(raw["writer"]),
+        ranks=tuple(_checked_rank(record, number, save_id) for number, record in enumerate(records)),
+        metadata=raw["metadata"],
+        timings=_checked_timings(raw["timings"]),
+        dcp=_checked_dcp(raw) if layout_of(raw) == DCP else None,
+        mirror=mirror,
+    )
 
 
-def _checked_type(value: Any, kind: type, what: str) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{what} is {_JSON_TYPES[type(value)]}, expected {_JSON_TYPES[kind]}")
-    return value
+def _checked_timings(raw: dict[str, Any]) -> dict[str, float]:
+    try:
+        return {str(phase): float(seconds) for phase, seconds in raw.items()}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"field `timings` has a value that is not a number of seconds: {error}") from error
 
 
-def _checked_number(raw: Mapping[str, Any], name: str, where: str = "", minimum: int = 0) -> int:
-    number: int = _field(raw, name, int, where)
-    if not minimum <= number <= _MAX_INT:
-        raise ValueError(f"field `{name}`{where} is {number}, expected {minimum} to {_MAX_INT}")
-    return number
+def _checked_dcp(raw: dict[str, Any]) -> DcpRecord:
+    _check_fields(raw, {DCP_METADATA_NAME: dict})
+    record, where = raw[DCP_METADATA_NAME], f" of `{DCP_METADATA_NAME}`"
+    _check_fields(record, _DCP_FIELDS, where)
+    return DcpRecord(nbytes=record["nbytes"], checksum=_checked_checksum(record, "checksum", where))
+
+
+def _checked_rank(raw: Any, number: int, save_id: SaveId) -> RankRecord:
+    where, expected = f" of entry {number} of `ranks`", index_name(save_id, number)
+    if type(raw) is not dict:
+        raise ValueError(f"entry {number} of `ranks` is {_JSON_TYPES[type(raw)]}, expected an object")
+    _check_fields(raw, _RANK_FIELDS, where)
+    if raw["rank"] != number:
+        raise ValueError(f"field `rank`{where} is {raw['rank']!r}, expected {number}")
+    if raw["index"] != expected:
+        raise ValueError(f"field `index`{where} is {raw['index']!r}, expected {expected!r}")
+    return RankRecord(
+        rank=number,
+        index_name=expected,
+        index_nbytes=raw["index_nbytes"],
+        index_checksum=_checked_checksum(raw, "index_checksum", where),
+        n_tensors=raw["tensors"],
+        n_files=raw["files"],
+        nbytes=raw["nbytes"],
+    )
 
 
 def _checked_checksum(raw: Mapping[str, Any], name: str, where: str) -> str:
-    checksum: str = _field(raw, name, str, where)
+    checksum: str = raw[name]
     if not is_file_checksum(checksum):
         raise ValueError(f"field `{name}`{where} is {checksum[:60]!r}, expected `xxh3_128:` and 32 hex digits")
     return checksum
