@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.libc import libc as _libc
 from asyncckpt.format.manifest import MAX_MANIFEST_NBYTES
-from asyncckpt.format.names import LOCK_NAME, SaveId, owner_of, replacing_name, temporary_manifest_name
+from asyncckpt.format.names import LOCK_NAME, SaveId, replacing_name, temporary_manifest_name
 from asyncckpt.storage.files import (
     MODE_DIRECTORY,
     MODE_FILE,
@@ -152,7 +152,7 @@ class LocalStore(Store):
         """
         truncates = True
         with contextlib.suppress(OSError):  # then it cannot be created either
-            truncates = self._abilities_at(path).truncates
+            truncates = abilities_at(path, self.files).truncates
         return FileShardWriter(
             path,
             image,
@@ -203,8 +203,8 @@ class LocalStore(Store):
 
         On a mount that cannot do that, the name is created exclusively: see `_create`.
         """
-        found = self._abilities_at(temporary)
-        self._write_temporary(temporary, data, durable=durable)
+        found = abilities_at(temporary, self.files)
+        self._write_temporary(temporary, data, found, durable=durable)
         try:
             if found.publishes_by == BY_CREATION:
                 self._create(name, data, durable=durable)
@@ -284,23 +284,17 @@ class LocalStore(Store):
 
     def publishes_by_creation(self, prefix: str, save_id: SaveId) -> bool:
         """Implement `Store`: the mount decides."""
-        return self._abilities_at(os.path.join(prefix, temporary_manifest_name(save_id))).publishes_by == BY_CREATION
+        name = os.path.join(prefix, temporary_manifest_name(save_id))
+        return abilities_at(name, self.files).publishes_by == BY_CREATION
 
     def refuse_unable(self, prefix: str, save_id: SaveId, *, fsync: bool, overwrite: bool) -> None:
         """Implement `Store`: the mount decides."""
-        found = self._abilities_at(os.path.join(prefix, temporary_manifest_name(save_id)))
+        found = abilities_at(os.path.join(prefix, temporary_manifest_name(save_id)), self.files)
         refuse_unable(prefix, found, fsync=fsync, overwrite=overwrite)
-
-    def _abilities_at(self, name: str) -> Abilities:
-        """Return what the mount can do that holds the directory of `name`, a file of a save."""
-        directory, last = os.path.split(name)
-        owner = owner_of(last)
-        stem = name if owner is None else os.path.join(directory, temporary_manifest_name(owner))
-        return abilities_at(directory, self.files, stem)
 
     def replace_if(self, name: str, data: bytes, version: str, *, temporary: str, durable: bool = True) -> None:
         """Implement `Store.replace_if`: write and flush a temporary file, flush the directory, rename."""
-        self._write_temporary(temporary, data, durable=durable)
+        self._write_temporary(temporary, data, abilities_at(temporary, self.files), durable=durable)
         try:
             if self._version_of(name) != version:
                 raise FileExistsError(errno.EEXIST, "it was replaced meanwhile", name)
@@ -309,13 +303,13 @@ class LocalStore(Store):
         except OSError as error:
             self._settle(error, name, data, temporary)
 
-    def _write_temporary(self, temporary: str, data: bytes, *, durable: bool) -> None:
+    def _write_temporary(self, temporary: str, data: bytes, mount: Abilities, *, durable: bool) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.files.unlink(temporary)  # left by an earlier attempt that died
         try:
             write_new_file(self.files, temporary, data, mode=self._mode, fsync=durable)
             reach("put: written")
-            if self._abilities_at(temporary) is not NATIVE:
+            if mount is not NATIVE:
                 self._check_content(temporary, data)
             if durable:
                 fsync_directory(self.files, os.path.dirname(temporary))
@@ -408,13 +402,15 @@ class LocalStore(Store):
             missing.append(current)
             current = os.path.dirname(current)
         for directory in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # made by another rank at the same time
+            try:
                 self.files.mkdir(directory, self._directory_mode)
+            except FileExistsError:  # made by another rank at the same time
+                if not self._is_directory(directory):
+                    raise FileExistsError(errno.EEXIST, "a broken symbolic link has this name", directory) from None
+            else:
                 made.append(directory)
                 with opened(self.files, directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as fd:
                     apply_mode(self.files, fd, self._directory_mode)
-            if not self._is_directory(directory):
-                raise FileExistsError(errno.EEXIST, "a broken symbolic link has this name", directory)
             if durable:
                 fsync_directory(self.files, os.path.dirname(directory))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from asyncckpt.basics.failpoints import reach
-from asyncckpt.format.names import probe_name
+from asyncckpt.format.names import owner_of, probe_name, temporary_manifest_name
 from asyncckpt.storage.files import Files, await_seen, opened, write_all
 from asyncckpt.storage.mounts.abilities import BY_CREATION, BY_LINK, BY_RENAME, NATIVE, Abilities
 
@@ -39,28 +39,35 @@ _known: dict[int, Abilities] = {}
 """Device number -> what its mount can do. IMPORTANT: no lock is held while probing: another mount may hang."""
 
 
-def abilities_at(directory: str, files: Files, stem: str) -> Abilities:
-    """Return what the mount of `directory` can do. It is probed the first time.
+def abilities_at(name: str, files: Files) -> Abilities:
+    """Return what the mount can do that holds the directory of `name`. It is probed the first time.
 
     Args:
-        directory: It exists.
+        name: Path of a file of a save, to which the probe's files then belong too. Its directory exists.
         files: The storage seam.
-        stem: Path in `directory` that the names of the probe's files begin with; see `probe_name`.
 
     Raises:
         OSError: It cannot be known: no room, no permission, or a call failed otherwise.
     """
+    directory = os.path.dirname(name)
     if is_native(directory, files):
         return NATIVE
     device = files.stat(directory).st_dev
     found = _known.get(device)
     if found is None:
-        found = probe(stem, files)
+        found = probe(_stem_of(name), files)
         if not found.missing(fsync=True, overwrite=False):  # the user may mount an unusable one anew
             if len(_known) >= _MAX_KNOWN:
                 _known.clear()
             _known[device] = found
     return found
+
+
+def _stem_of(name: str) -> str:
+    """Return the temporary manifest of the save of a file: names of the probe's files begin with it (`probe_name`)."""
+    directory, last = os.path.split(name)
+    owner = owner_of(last)
+    return name if owner is None else os.path.join(directory, temporary_manifest_name(owner))
 
 
 def forget(found: Abilities) -> None:
