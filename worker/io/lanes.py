@@ -135,13 +135,14 @@ class Lanes:
         Raises:
             RuntimeError: The lane has no thread, and the system cannot start one.
         """
-        self._add(name, self._mounts.device_of(job.path) if job.path else "", job)
+        self.add(name, self._mounts.device_of(job.path) if job.path else "", job)
 
-    def help(self, device: str, job: Job) -> None:
-        """Run `job` in the helper lane of `device`, as soon as a thread is available. Does not wait."""
-        self._add(HELP, device, job)
+    def add(self, name: str, device: str, job: Job) -> None:
+        """Run `job` in lane `name` of the file system `device`, as soon as a thread is free. Does not wait.
 
-    def _add(self, name: str, device: str, job: Job) -> None:
+        Raises:
+            RuntimeError: As `submit`; not for helpers, whose work the thread that they help does too.
+        """
         job.since = job.since or time.monotonic()
         with self._lock:
             lane = self._lanes.get((name, device))
@@ -269,7 +270,7 @@ class Lanes:
         if device == lane.device or job.hops >= MAX_HOPS:
             return False
         job.path, job.hops = path, job.hops + 1
-        self._add(lane.name, device, job)
+        self.add(lane.name, device, job)
         return True
 
     def close(self, timeout_s: float) -> bool:
@@ -328,5 +329,5 @@ class _Helpers(Executor):
         def refused(_: Exception) -> None:
             future.cancel()
 
-        self._lanes.help(self._device, Job(work, refused))
+        self._lanes.add(HELP, self._device, Job(work, refused))
         return future
