@@ -12,7 +12,7 @@ from asyncckpt.basics.urls import is_object_url, location_of
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import DEFAULT_UMASK, store_over
+from asyncckpt.storage.local import DEFAULT_UMASK, LocalStore
 from asyncckpt.storage.store import Store
 
 MAX_STORES = 64
@@ -49,25 +49,37 @@ def with_storage_options(options: Mapping[str, str] | None) -> Iterator[None]:
 def files_at(path: str, files: Files | None = None) -> Files:
     """Return the `Files` with which the checkpoint at `path` is read.
 
+    Args, Raises: as `store_at`.
+    """
+    return _object_store(path).as_files() if is_object_url(path) else files or Files()
+
+
+def store_at(path: str, files: Files | None = None, *, umask: int = DEFAULT_UMASK) -> Store:
+    """Return the store that holds `path`.
+
     Args:
         path: An absolute path, or a URL as `checkpoint_path` returns it.
         files: The `Files` for paths of this machine; None: a new `Files`.
+        umask: As of `LocalStore`.
 
     Raises:
         UnsupportedPathError: `path` is a URL, and obstore is not installed, or the environment lacks the settings with
             which to reach the store.
         ConfigError: An option is unknown to this kind of store, or has a value that it cannot have.
     """
-    if not is_object_url(path):
-        return files or Files()
-    root, options = location_of(path).root, _options.get()
+    return _object_store(path) if is_object_url(path) else LocalStore(files, umask=umask)
+
+
+def _object_store(url: str) -> ObjectStore:
+    """Return the store of a URL's bucket, with the options of the block."""
+    root, options = location_of(url).root, _options.get()
     with _lock:
         store = _stores.get((root, options))
         if store is None:
             while len(_stores) >= MAX_STORES:
                 del _stores[next(iter(_stores))]
             store = _stores[root, options] = _opened(root, options)
-    return store.as_files()
+    return store
 
 
 def _opened(root: str, options: StorageOptions) -> ObjectStore:
@@ -78,16 +90,3 @@ def _opened(root: str, options: StorageOptions) -> ObjectStore:
             raise
         text = f"{FIELD} with {', '.join(sorted(options))}: {error}; the values are not shown"
         raise ConfigError(text, field=FIELD) from None
-
-
-def store_at(path: str, *, umask: int = DEFAULT_UMASK) -> Store:
-    """Return the store that holds `path`.
-
-    Args:
-        path: As of `files_at`.
-        umask: As of `LocalStore`.
-
-    Raises:
-        UnsupportedPathError: As `files_at`.
-    """
-    return store_over(files_at(path), umask=umask)

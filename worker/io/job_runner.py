@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import replace
 from typing import Any
 
 from asyncckpt.basics.failpoints import reach
@@ -167,10 +166,7 @@ class JobRunner:
     def _write(self, action: ac.Write, pool: Executor) -> ev.Written:
         begun = time.perf_counter()
         try:
-            tally = self._prover.check(action.request)
-            written, kept = self._writer.write(action, pool, self._prover.check)
-            # IMPORTANT: the tally must be that of the sealed structure, which may differ from the streamed one.
-            result = written if written.tally is not None else replace(written, tally=tally)
+            result, kept = self._writer.write(action, pool, self._prover.check)
         except BaseException as error:
             return ev.Written(now=time.monotonic(), key=action.key, error=to_wire(error))
         report: dict[str, Any] = {f"seconds_{name}": value for name, value in result.seconds.items()}

@@ -94,6 +94,7 @@ def write_streamed(
             result = RankWriter(source.final(), view, files, history=history, **how).write(pool)
         else:
             result = SegmentWriter(job.request, view, source, files, history=history, **how).write(pool, source.final)
+        # IMPORTANT: the tally must be that of the sealed structure, which may differ from the one before the seal.
         return replace(result, rest_print=rest_print(source.request), tally=source.tally), kept
     finally:
         view.release()

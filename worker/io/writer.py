@@ -12,23 +12,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.urls import is_object_url
 from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.format.names import DCP, SaveId
+from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.storage.catalog import next_epoch_beside, next_epoch_by_names
 from asyncckpt.storage.checkpoint_dir import identity_of, prepare_directory, remove_made
 from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files, save_failure, step_and_rank
-from asyncckpt.storage.local import DEFAULT_UMASK, store_over
-from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.locate import files_at, store_at
 from asyncckpt.storage.mounts.probe import is_native
 from asyncckpt.storage.rank_writer import DEFAULT_THREADS, RankResult, RankWriter
 from asyncckpt.storage.recovery import is_committed, resume_rank_files
@@ -53,7 +53,6 @@ MIRROR_ANSWER_S = 2.0
 SECONDS_PER_HOUR = 3600
 """Fallback epochs count hours since 1970, more than any run counts by itself."""
 
-T = TypeVar("T")
 _logger = logging.getLogger("asyncckpt.worker")
 
 
@@ -78,30 +77,22 @@ class Writer:
         self._written: dict[SaveKey, list[int]] = {}
         self._history = ShardHistory()
 
-    def _files_at(self, path: str) -> Files:
-        return files_at(path, files=self._files)
-
-    def _store(self, path: str, umask: int = DEFAULT_UMASK) -> Store:
-        return store_over(self._files_at(path), umask=umask)
-
     def was_committed(self, job: Prepare) -> bool:
         """Return whether a dead worker has committed the save. Called before `prepare`.
 
         Raises:
             SaveFailedError: The path is outside the roots, or it cannot be known.
         """
-        save_id, rank = job.key
-
-        def run() -> bool:
+        with _wrapped(*job.key, job.step, job.path):
             reach("worker: preparing")
             check_root(job.path, self._roots)
-            store = self._store(job.path, job.umask)
-            if not (job.resumed and is_committed(job.path, SaveId.parse(save_id), store=store)):
+            if not job.resumed:
                 return False
-            self._remove_leftovers(job.path, job.step, SaveId.parse(save_id), store)
+            save_id, store = SaveId.parse(job.key[0]), store_at(job.path, self._files, umask=job.umask)
+            if not is_committed(job.path, save_id, store=store):
+                return False
+            self._remove_leftovers(job.path, job.step, save_id, store)
             return True
-
-        return self._wrapped(run, save_id, rank, job.step, job.path)
 
     def prepare(self, job: Prepare) -> None:
         """Create the directory, and check what would make the save fail.
@@ -110,13 +101,11 @@ class Writer:
             CheckpointExistsError: A manifest that must not be replaced is at the path or above it.
             SaveFailedError: There is no room, or the directory cannot be created.
         """
-        save_id, rank = job.key
-
-        def run() -> None:
-            store = self._store(job.path, job.umask)
+        with _wrapped(*job.key, job.step, job.path):
+            store = store_at(job.path, self._files, umask=job.umask)
             made = prepare_directory(
                 job.path,
-                save_id=SaveId.parse(save_id),
+                save_id=SaveId.parse(job.key[0]),
                 store=store,
                 fsync=job.fsync,
                 overwrite=job.overwrite,
@@ -124,16 +113,14 @@ class Writer:
             )
             try:
                 if not job.resumed:  # its own files may already take the space
-                    check_disk(job.path, job.nbytes, self._files_at(job.path))
+                    check_disk(job.path, job.nbytes, store.as_files())
             except OSError:
                 remove_made(made, store)
                 raise
 
-        self._wrapped(run, save_id, rank, job.step, job.path)
-
     def directory_identity(self, path: str) -> DirectoryIdentity:
         """Return the identity of a save's directory, since snapshots of removed checkpoints are not loaded."""
-        return identity_of(path, self._store(path))
+        return identity_of(path, store_at(path, self._files))
 
     def write(self, job: Write, pool: Executor, check_request: CheckRequest = unchecked) -> tuple[RankResult, bool]:
         """Write one rank's files from its slot; files that a dead worker has made durable are kept.
@@ -141,62 +128,34 @@ class Writer:
         Args:
             job: The action.
             pool: Runs helper threads.
-            check_request: Checks the sealed request, if the write starts before the seal.
+            check_request: Checks the request, before anything is written; if that is before the seal, the sealed one
+                too.
 
         Returns:
             The result, and whether the shards were kept.
 
         Raises:
+            CorruptCheckpointError, UnsupportedFormatError: As `check_request`.
             SaveFailedError: A call failed, or the slot was reopened meanwhile. Files of this rank were removed.
         """
         request = job.request
-
-        def run() -> tuple[RankResult, bool]:
-            reach("worker: writing")
-            pieces = self._written[job.key] = []  # several threads append, which needs no lock
-            try:
-                return write_files(pieces)
-            finally:
-                self._written.pop(job.key, None)
-
-        def write_files(pieces: list[int]) -> tuple[RankResult, bool]:
-            threads = min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS))
-            files, progress = self._files_at(request.path), pieces.append
-            with self._slots.use(job.slot) as memory:
-                if request.ring_segments or job.early:
-                    return write_streamed(
-                        job,
-                        memory,
-                        self._slots,
-                        check_request,
-                        files=files,
-                        pool=pool,
-                        threads=threads,
-                        progress=progress,
-                        history=self._history,
-                    )
-
-                def check() -> None:
-                    if not memory.control.is_sealed(job.generation):
-                        raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
-
-                view = memory.mapping.view()
-                try:
-                    writer = RankWriter(
-                        request,
-                        view,
-                        files,
-                        check=check,
-                        threads=threads,
-                        progress=progress,
-                        history=self._history,
-                    )
-                    result, kept = resume_rank_files(writer, pool) if job.resumed else (writer.write(pool), False)
-                finally:
-                    view.release()
-            return replace(result, rest_print=rest_print(request)), kept
-
-        return self._wrapped(run, request.save_id, request.rank, request.step, request.path)
+        pieces = self._written[job.key] = []  # several threads append, which needs no lock
+        how: dict[str, Any] = {
+            "threads": min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS)),
+            "progress": pieces.append,
+            "history": self._history,
+        }
+        try:
+            with _wrapped(request.save_id, request.rank, request.step, request.path):
+                reach("worker: writing")
+                tally, files = check_request(request), files_at(request.path, self._files)
+                with self._slots.use(job.slot) as memory:
+                    if request.ring_segments or job.early:
+                        return write_streamed(job, memory, self._slots, check_request, files=files, pool=pool, **how)
+                    result, kept = _write_sealed(job, memory, files, pool, how)
+                return replace(result, rest_print=rest_print(request), tally=tally), kept
+        finally:
+            self._written.pop(job.key, None)
 
     def written(self) -> dict[SaveKey, int]:
         """Return the number of shard bytes that running writes have written so far."""
@@ -210,13 +169,10 @@ class Writer:
         first = job.requests[0]
 
         def read(rank: int) -> bytes:
-            def run() -> bytes:
-                record = job.results[rank].record
-                files = self._files_at(first.path)
+            with _wrapped(first.save_id, rank, first.step, first.path):
+                record, files = job.results[rank].record, files_at(first.path, self._files)
                 wait_until_visible(first.path, [record], files)
                 return index_at(first.path, record, files).structure
-
-            return self._wrapped(run, first.save_id, rank, first.step, first.path)
 
         return Structures([request.structure for request in job.requests], read)
 
@@ -233,23 +189,18 @@ class Writer:
         """
         request, results = job.requests[0], list(job.results)
         begun = time.perf_counter()
-
-        def run() -> None:
+        with _wrapped(request.save_id, request.rank, request.step, request.path):
             reach("worker: committing")
+            store = store_at(request.path, self._files, umask=request.umask)
             if job.remote:
-                wait_until_visible(
-                    request.path, [results[rank].record for rank in job.remote], self._files_at(request.path)
-                )
+                wait_until_visible(request.path, [results[rank].record for rank in job.remote], store.as_files())
                 reach("commit: others seen")
             for rank in job.remote if request.layout == DCP else ():
-                part = dcp_part_at(request.path, results[rank].record, self._files_at(request.path))
+                part = dcp_part_at(request.path, results[rank].record, store.as_files())
                 results[rank] = replace(results[rank], dcp=part)
-            store = self._store(request.path, request.umask)
             commit_save(job.requests, results, store=store, package=__version__)
-
-        self._wrapped(run, request.save_id, request.rank, request.step, request.path)
         seconds = time.perf_counter() - begun
-        self._remove_leftovers(request.path, request.step, SaveId.parse(request.save_id), self._store(request.path))
+        self._remove_leftovers(request.path, request.step, SaveId.parse(request.save_id), store)
         return {"seconds_commit": seconds}
 
     @staticmethod
@@ -271,7 +222,7 @@ class Writer:
 
     def remove(self, save_id: str, path: str) -> None:
         """Remove the files of a failed save; errors are only logged."""
-        remove_files_of(path, SaveId.parse(save_id), store=self._store(path))
+        remove_files_of(path, SaveId.parse(save_id), store=store_at(path, self._files))
 
     def lineage(self, job: ScanLineage) -> tuple[int, int]:
         """Return the next epoch beside the path, and that beside the mirror; 0: the job does not ask.
@@ -281,14 +232,11 @@ class Writer:
 
         Blocks: for a mirror, at most `MIRROR_ANSWER_S`.
         """
-
-        def run() -> tuple[int, int]:
+        with _wrapped(None, None, None, job.path):
             check_root(job.path, self._roots)
             reach("worker: lineage asked for")
-            epoch = 0 if job.has_epoch else next_epoch_beside(job.path, self._store(job.path))
+            epoch = 0 if job.has_epoch else next_epoch_beside(job.path, store_at(job.path, self._files))
             return epoch, self._epoch_in_mirror(job.mirror, job.run) if job.mirror else 0
-
-        return self._wrapped(run, None, None, None, job.path)
 
     def _epoch_in_mirror(self, mirror: str, run_id: str) -> int:
         """Return the next epoch beside a mirror, which may have checkpoints of runs that this disk has not seen."""
@@ -297,7 +245,7 @@ class Writer:
 
         def ask() -> None:
             try:
-                found.append(options.run(lambda: next_epoch_by_names(mirror, self._store(mirror), run_id)))
+                found.append(options.run(lambda: next_epoch_by_names(mirror, store_at(mirror, self._files), run_id)))
             except Exception as error:
                 _logger.warning("the mirror %s does not say which checkpoints it holds: %s", mirror, error)
 
@@ -313,12 +261,31 @@ class Writer:
         _logger.warning("the mirror %s did not answer, so this run's epoch is %d, the hours since 1970", mirror, epoch)
         return epoch
 
-    @staticmethod
-    def _wrapped(run: Callable[[], T], save_id: str | None, rank: int | None, step: int | None, path: str) -> T:
-        try:
-            return run()
-        except BaseException as error:
-            raise wrap(error, save_id, rank, step, path) from error
+
+def _write_sealed(
+    job: Write, memory: SlotMemory, files: Files, pool: Executor, how: Mapping[str, Any]
+) -> tuple[RankResult, bool]:
+    """Write one rank's files from a sealed slot; `how`: further arguments of `RankWriter`."""
+
+    def check() -> None:
+        if not memory.control.is_sealed(job.generation):
+            raise SlotError(f"slot {job.slot} was reopened while generation {job.generation} was written")
+
+    view = memory.mapping.view()
+    try:
+        writer = RankWriter(job.request, view, files, check=check, **how)
+        return resume_rank_files(writer, pool) if job.resumed else (writer.write(pool), False)
+    finally:
+        view.release()
+
+
+@contextlib.contextmanager
+def _wrapped(save_id: str | None, rank: int | None, step: int | None, path: str) -> Iterator[None]:
+    """Raise an error of the block as one of `asyncckpt.errors`."""
+    try:
+        yield
+    except BaseException as error:
+        raise wrap(error, save_id, rank, step, path) from error
 
 
 def wrap(error: BaseException, save_id: str | None, rank: int | None, step: int | None, path: str) -> AsyncCkptError:
@@ -353,9 +320,11 @@ def check_root(path: str, roots: Sequence[str]) -> None:
     Raises:
         SaveFailedError: It is not; code EPERM.
     """
+    if not roots:
+        return
     real = path if is_object_url(path) else os.path.realpath(path)
     # IMPORTANT: names first. Following the links of a root waits for its file system, which may hang.
-    if not roots or any(_is_below(real, root) for root in (*roots, *map(os.path.realpath, roots))):
+    if any(_is_below(real, root) for root in (*roots, *map(os.path.realpath, roots))):
         return
     detail = f"it is not below the roots that this worker may write to: {', '.join(roots)}"
     raise SaveFailedError(

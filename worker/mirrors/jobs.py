@@ -25,8 +25,8 @@ from asyncckpt.maintenance.mirroring import (
 )
 from asyncckpt.storage.checkpoint_dir import manifest_or_error
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.local import DEFAULT_UMASK, store_over
-from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.local import DEFAULT_UMASK
+from asyncckpt.storage.locate import store_at
 from asyncckpt_worker.core.actions import CopyToMirror
 from asyncckpt_worker.io.writer import check_root
 
@@ -70,12 +70,12 @@ class Mirrorer:
         Blocks: for the copy.
         """
         check_root(job.mirror, self._roots)
-        files = files_at(job.path, files=self._files)
+        source = store_at(job.path, self._files)
         try:
-            umask = umask_of(job.path, files)
+            umask = umask_of(job.path, source.as_files())
         except FileNotFoundError:
             umask = DEFAULT_UMASK  # the checkpoint is gone, which `copy_to_mirror` says
-        target = store_over(files_at(job.mirror, files=self._files), umask=umask)
+        target = store_at(job.mirror, self._files, umask=umask)
         self._copied[job.save_id] = 0
 
         def progress(nbytes: int) -> None:
@@ -86,7 +86,7 @@ class Mirrorer:
                 job.path,
                 job.save_id,
                 job.mirror,
-                source=store_over(files),
+                source=source,
                 target=target,
                 pace=self._pace,
                 progress=progress,
@@ -106,14 +106,14 @@ class Mirrorer:
             CheckpointNotCommittedError: It is gone, and not in the mirror.
             AsyncCkptError, OSError: It cannot be known.
         """
-        store = store_over(files_at(job.path, files=self._files))
+        store = store_at(job.path, self._files)
         if is_mirrored(job.path, job.save_id, store):
             return True
         local = manifest_or_error(job.path, store)
         if local is not None and local.save_id == job.save_id:
             return False
         # It was removed or replaced, which may have been after it was copied.
-        if mirrored_manifest(job.mirror, job.save_id, store_over(files_at(job.mirror, files=self._files))) is not None:
+        if mirrored_manifest(job.mirror, job.save_id, store_at(job.mirror, self._files)) is not None:
             return True
         raise CheckpointNotCommittedError(f"{job.path} was removed before it was copied to its mirror", path=job.path)
 
@@ -123,7 +123,7 @@ class Mirrorer:
         Raises:
             AsyncCkptError, OSError: As `unmirrored_in`.
         """
-        return unmirrored_in(root, store_over(files_at(root, files=self._files)))
+        return unmirrored_in(root, store_at(root, self._files))
 
     def copied(self) -> dict[SaveId, int]:
         """Return how many bytes of each checkpoint are in its mirror, of the copies that are under way."""
