@@ -17,7 +17,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 import xxhash
@@ -26,7 +26,7 @@ from asyncckpt.basics.failpoints import reach
 from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up
 from asyncckpt.format.names import SaveId
-from asyncckpt.storage.files import Files, apply_mode, await_seen, fsync_file, named, write_all
+from asyncckpt.storage.files import Files, apply_mode, await_seen, fsync_file, named
 
 
 class MadeImage(Protocol):
@@ -87,7 +87,6 @@ def shards_print(shards: Iterable[ShardWriter]) -> bytes:
 
 
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
-_NONE_KNOWN: Mapping[int, bytes] = {}
 
 
 class ShardWriter(abc.ABC):
@@ -125,12 +124,11 @@ class ShardWriter(abc.ABC):
         self.fsync_s = 0.0
         self._image, self._offset = image, offset
 
-    def write_extent(self, start: int, end: int, known: Mapping[int, bytes] = _NONE_KNOWN) -> None:
+    def write_extent(self, start: int, end: int) -> None:
         """Compute the checksums of an extent, and write it. The first call creates the file.
 
         Args:
             start, end: Bytes of the shard; whole blocks, except at the end of the shard.
-            known: Checksums by block number, of blocks for which they are not computed again.
 
         Raises:
             OSError: Names the shard and the byte range.
@@ -142,7 +140,7 @@ class ShardWriter(abc.ABC):
                 with view[at : min(at + BLOCK_NBYTES, exact)] as block:
                     number = (start + at) // BLOCK_NBYTES
                     where = number * DIGEST_NBYTES
-                    self.digests[where : where + DIGEST_NBYTES] = known.get(number) or block_digest(block)
+                    self.digests[where : where + DIGEST_NBYTES] = block_digest(block)
                     if where == 0:
                         self.first = first_block_print(block)
                     if self.prints is not None:
@@ -242,24 +240,19 @@ class FileShardWriter(ShardWriter):
         self._lock = threading.Lock()
 
     def _write(self, view: memoryview, start: int) -> None:
-        done = self._write_direct(view, start) if self.direct else 0
-        write_all(self._files, self._fd, view[done:], start + done, self.path)
-
-    def _write_direct(self, view: memoryview, start: int) -> int:
-        """Write with O_DIRECT until all is written or it is refused. Return how many bytes were written."""
-        done = 0
+        done, direct = 0, self.direct
         while done < len(view):
             try:
                 written = self._files.pwrite(self._fd, view[done:], start + done)
             except OSError as error:
-                if error.errno == errno.EINVAL:
+                if direct and error.errno == errno.EINVAL:  # O_DIRECT is refused
                     self._go_buffered()
-                    break
+                    direct = False
+                    continue
                 raise named(error, self.path, f"writing bytes {start + done} to {start + len(view)}") from error
             if written <= 0:
                 raise OSError(errno.EIO, f"the file system took none of the bytes from {start + done} on", self.path)
             done += written
-        return done
 
     def _open(self) -> None:
         with self._lock:

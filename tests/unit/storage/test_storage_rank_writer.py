@@ -9,7 +9,6 @@ import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from random import Random
 
 import pytest
 from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing, shard_paths
@@ -320,15 +319,3 @@ def test_every_thread_is_told_why_a_file_could_not_be_begun(tmp_path: Path) -> N
             writer.write_extent(0, 4096)
         assert caught.value.errno == errno.ENOSPC
     writer.abandon()
-
-
-def test_a_checksum_that_is_known_is_not_computed_again(tmp_path: Path, rng: Random) -> None:
-    data = rng.randbytes(2 * BLOCK_NBYTES + 5)
-    writer = FileShardWriter(
-        str(tmp_path / "x"), memoryview(data), 0, len(data), aligned=False, mode=0o600, fsync=False, files=Files()
-    )
-    writer.write_extent(0, 2 * BLOCK_NBYTES, {1: b"known up"})
-    writer.write_extent(2 * BLOCK_NBYTES, len(data))
-    writer.finish()
-    assert bytes(writer.digests) == block_digest(data[:BLOCK_NBYTES]) + b"known up" + block_digest(data[-5:])
-    assert (tmp_path / "x").read_bytes() == data
