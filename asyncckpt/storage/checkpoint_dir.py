@@ -427,7 +427,7 @@ def pinned_error(path: str, save_id: SaveId, existing: Manifest) -> CheckpointEx
 
 @contextlib.contextmanager
 def refuse_other_commits(path: str, save_id: SaveId, store: Store, *, overwrite: bool) -> Iterator[None]:
-    """Raise the right error if another save has committed to `path`: before the `with` block, or while it runs.
+    """Raise the right error if another save commits to `path` while the `with` block runs.
 
     That save removes the files of this one, so calls in the block fail with ENOENT.
 
@@ -437,7 +437,6 @@ def refuse_other_commits(path: str, save_id: SaveId, store: Store, *, overwrite:
     Raises:
         CheckpointExistsError: Another save has committed, and this one may not replace its manifest.
     """
-    refuse_existing(path, save_id, store, overwrite=overwrite)
     try:
         yield
     except FileNotFoundError:
@@ -455,7 +454,7 @@ def refuse_inside(path: str, save_id: SaveId, store: Store) -> None:
         OSError: A call failed, so it is unknown.
     """
     outer = parent_of(path)
-    while outer != parent_of(outer):
+    while (above := parent_of(outer)) != outer:
         try:
             data = read_record(outer, store)
             existing: str | None = str(decode_manifest(data, outer).save_id)
@@ -464,7 +463,7 @@ def refuse_inside(path: str, save_id: SaveId, store: Store) -> None:
         except (OSError, AsyncCkptError) as error:
             if isinstance(error, OSError) and error.errno not in _NO_MANIFEST:
                 raise
-            outer = parent_of(outer)
+            outer = above
             continue
         raise CheckpointExistsError(
             f"cannot save to {path}: it lies inside the committed checkpoint {outer} "

@@ -189,6 +189,7 @@ def publish(
             is_locked = stack.enter_context(exclusively(store, path, LOCK_TIMEOUT_S))
         if is_locked:
             remove_torn(path, store)
+            refuse_existing(path, manifest.save_id, store, overwrite=overwrite)  # published while the lock was awaited
         may_replace = overwrite or replaces or dcp_metadata is not None
         _publish(
             path,

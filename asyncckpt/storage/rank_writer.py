@@ -37,7 +37,7 @@ from asyncckpt.format.names import (
     shard_name,
 )
 from asyncckpt.protocol.request import SaveRequest
-from asyncckpt.storage.checkpoint_dir import refuse_foreign_metadata, refuse_other_commits
+from asyncckpt.storage.checkpoint_dir import refuse_existing, refuse_foreign_metadata, refuse_other_commits
 from asyncckpt.storage.files import Files, copy_unknown
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.reuse.shard_history import ShardHistory, WrittenShard
@@ -280,8 +280,10 @@ class RankWriter:
 
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:
+        path, save_id, store, overwrite = self.request.path, self.save_id, self._store, self.request.overwrite
         try:
-            with refuse_other_commits(self.request.path, self.save_id, self._store, overwrite=self.request.overwrite):
+            refuse_existing(path, save_id, store, overwrite=overwrite)
+            with refuse_other_commits(path, save_id, store, overwrite=overwrite):
                 yield
         except BaseException:
             self.remove_created()
