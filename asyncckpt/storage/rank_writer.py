@@ -96,15 +96,18 @@ class SmallFiles:
         store: Store that holds the checkpoint.
 
     Attributes:
-        paths: Paths of these files. The first is the index, which exists only if the shards are complete.
+        index_name, objects_name, items_name: Names of these files; there is an items file in layout "dcp" only.
+        paths: Their paths. The first is the index, which exists only if the shards are complete.
         created: Paths of the files to remove if the save fails.
         replaces: Whether `write` replaces existing files; set by `replace_existing`.
     """
 
     def __init__(self, request: SaveRequest, save_id: SaveId, store: Store) -> None:
         self._request, self._store = request, store
-        names = [index_name(save_id, request.rank), objects_name(save_id, request.rank)]
-        names += [items_name(save_id, request.rank)] if request.layout == DCP else []
+        self.index_name = index_name(save_id, request.rank)
+        self.objects_name = objects_name(save_id, request.rank)
+        self.items_name = items_name(save_id, request.rank)
+        names = [self.index_name, self.objects_name] + ([self.items_name] if request.layout == DCP else [])
         self.paths = [os.path.join(request.path, name) for name in names]
         self.created: list[str] = []
         self.replaces = False
@@ -402,11 +405,11 @@ class RankWriter:
         items_record = None
         if request.layout == DCP:
             self._items, table = encode_items(request.structure, request.objects, save_id, request.rank)
-            name, checksum = items_name(save_id, request.rank), file_checksum(self._items)
-            items_record = ObjectsRecord(name=name, nbytes=len(self._items), checksum=checksum)
+            checksum = file_checksum(self._items)
+            items_record = ObjectsRecord(name=self.small.items_name, nbytes=len(self._items), checksum=checksum)
             self.dcp = (request.structure, table)
         objects = ObjectsRecord(
-            name=objects_name(save_id, request.rank),
+            name=self.small.objects_name,
             nbytes=len(request.objects),
             checksum=file_checksum(request.objects),
         )
@@ -429,13 +432,13 @@ class RankWriter:
 
     def _write_small_files(self) -> RankRecord:
         """Write objects, index and items, flush the directory, and return the rank's entry in the manifest."""
-        request, save_id, index = self.request, self.save_id, self.index()
+        request, index = self.request, self.index()
         if request.layout == DCP:
-            self.small.write(items_name(save_id, request.rank), self._items)
+            self.small.write(self.small.items_name, self._items)
             reach("rank: items written")
-        self.small.write(objects_name(save_id, request.rank), request.objects)
+        self.small.write(self.small.objects_name, request.objects)
         reach("rank: objects written")
-        self.small.write(index_name(save_id, request.rank), index)
+        self.small.write(self.small.index_name, index)
         reach("rank: index written")
         self.check()
         if request.fsync:
@@ -443,7 +446,7 @@ class RankWriter:
         reach("rank: durable")
         return RankRecord(
             rank=request.rank,
-            index_name=index_name(save_id, request.rank),
+            index_name=self.small.index_name,
             index_nbytes=len(index),
             index_checksum=file_checksum(index),
             n_tensors=request.n_tensors,
