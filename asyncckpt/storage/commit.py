@@ -139,7 +139,7 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
             file = os.path.join(path, name)
             found = await_seen(
                 functools.partial(store.stat, file),
-                lambda entry, nbytes=nbytes: not entry.is_object or entry.nbytes == nbytes,  # type: ignore[misc]
+                lambda entry, nbytes=nbytes: entry.nbytes == nbytes or not entry.is_object,  # type: ignore[misc]
             )
             if not found.is_object or found.nbytes != nbytes:
                 raise OSError(errno.EIO, f"{found.nbytes} bytes long, {nbytes} were written", file)

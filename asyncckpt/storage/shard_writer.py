@@ -232,8 +232,9 @@ class FileShardWriter(ShardWriter):
         files: Files,
     ) -> None:
         super().__init__(path, image, offset, nbytes)
-        self.direct = aligned and truncates and offset + round_up(nbytes) <= len(image)
-        self.extent_nbytes_total = round_up(nbytes) if self.direct else nbytes
+        pages_nbytes = round_up(nbytes)
+        self.direct = aligned and truncates and offset + pages_nbytes <= len(image)
+        self.extent_nbytes_total = pages_nbytes if self.direct else nbytes
         self._truncates, self._mode, self._fsync, self._files = truncates, mode, fsync, files
         self._fd = -1
         self._refused: OSError | None = None
