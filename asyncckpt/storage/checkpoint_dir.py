@@ -219,7 +219,7 @@ def tombstone_or_error(path: str, store: Store) -> Tombstone | None:
 def manifest_if_readable(path: str, store: Store) -> Manifest | None:
     """Return the manifest of the directory at `path`, or None if there is none that can be read."""
     try:
-        return _existing_manifest(path, store)
+        return manifest_or_error(path, store)
     except OSError:
         return None
 
@@ -236,20 +236,6 @@ def manifest_or_error(path: str, store: Store) -> Manifest | None:
     try:
         return decode_manifest(read_record(path, store), path)
     except (FileNotFoundError, AsyncCkptError):
-        return None
-
-
-def _existing_manifest(path: str, store: Store) -> Manifest | None:
-    """Return the manifest of the directory at `path`, or None if `manifest.json` cannot be decoded as one.
-
-    Raises:
-        FileNotFoundError: There is no `manifest.json`.
-        OSError: It cannot be read.
-    """
-    data = read_record(path, store)
-    try:
-        return decode_manifest(data, path)
-    except AsyncCkptError:
         return None
 
 
@@ -347,12 +333,16 @@ def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         OSError: A call failed, so it is unknown what the directory has.
     """
     try:
-        existing = _existing_manifest(path, store)
+        data = read_record(path, store)
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
             raise
+        data = b""
+    try:
+        existing = decode_manifest(data, path)
+    except AsyncCkptError:
         existing = None
     if existing is not None and existing.save_id == save_id:
         return existing
@@ -367,7 +357,7 @@ def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
         store.stat(os.path.join(path, MANIFEST_NAME))
     except FileNotFoundError:
         return None
-    tombstone = tombstone_or_error(path, store) if existing is None else None
+    tombstone = decode_tombstone(data, path) if existing is None else None
     if tombstone is not None and tombstone.save_id < save_id:
         return tombstone
     if tombstone is not None:
