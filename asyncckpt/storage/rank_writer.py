@@ -252,7 +252,8 @@ class RankWriter:
             "index": time.perf_counter() - started,
         }
         direct = all(s.direct for s in self.shards if s.origin is None)
-        self._remember()
+        if self._history is not None:
+            self._remember(self._history)
         return RankResult(
             record=record,
             nbytes=record.nbytes,
@@ -263,10 +264,10 @@ class RankWriter:
             shards_print=shards_print(self.shards),
         )
 
-    def _remember(self) -> None:
-        """Add the shards to the history. IMPORTANT: only once they are complete, and flushed if the request says so."""
+    def _remember(self, history: ShardHistory) -> None:
+        """Add the shards to `history`. IMPORTANT: only once they are complete, and flushed if the request says so."""
         written = []
-        for shard in self.shards if self._history is not None else ():
+        for shard in self.shards:
             if shard.prints is None:
                 return
             try:
@@ -278,8 +279,7 @@ class RankWriter:
             written.append(
                 WrittenShard(shard.path, shard.nbytes, origin, durable, version, digests, prints, shard.n_links)
             )
-        if self._history is not None:
-            self._history.add(self.request.path, self.request.rank, written)
+        history.add(self.request.path, self.request.rank, written)
 
     @contextlib.contextmanager
     def _removed_on_failure(self) -> Iterator[None]:
@@ -295,7 +295,8 @@ class RankWriter:
     def _write_shards(self, pool: Executor) -> None:
         for number in range(len(self.shards)):
             self._check_image(number)
-        self._link_unchanged(pool)
+        if self._history is not None:
+            self._link_unchanged(self._history, pool)
         futures: list[Future[None]] = []
         try:
             for _ in range(min(self._threads, len(self._todo)) - 1):
@@ -308,17 +309,15 @@ class RankWriter:
         if any(self._remaining.values()):
             raise AssertionError("some extents were not written, and no error was raised")
 
-    def _link_unchanged(self, pool: Executor) -> None:
+    def _link_unchanged(self, history: ShardHistory, pool: Executor) -> None:
         """Link the shards that are unchanged, and take them from what is to be written."""
-        if self._history is None:
-            return
-        written, durable = self._history.shards(self.request.path, self.request.rank), self.request.fsync
+        written, durable = history.shards(self.request.path, self.request.rank), self.request.fsync
         try:
             unchanged = UnchangedShards(self.shards, written, self._store, durable=durable, check=self.check)
             linked = unchanged.link(pool, self._threads)
         except UnknownOutcomeError as error:
             # It may be the same with the next save: that one writes everything.
-            self._history.forget(self.request.path, self.request.rank)
+            history.forget(self.request.path, self.request.rank)
             raise self.copy_unknown(f"the store did not confirm the copy of an unchanged shard: {error}") from error
         self._todo = [extent for extent in self._todo if extent[0] not in linked]
         self._remaining.update(dict.fromkeys(linked, 0))
