@@ -128,6 +128,11 @@ def python_key(key: Any) -> Any:
     return key.value if type(key) is TypedKey else key
 
 
+def python_keys(path: Iterable[Any]) -> list[Any]:
+    """Return the Python values of the keys of a path."""
+    return [key.value if type(key) is TypedKey else key for key in path]
+
+
 def key_of(value: Any, depth: int = 0) -> Key | None:
     """Return the tree's key for a Python key, or None if it cannot be stored.
 

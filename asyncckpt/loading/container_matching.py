@@ -36,11 +36,6 @@ from asyncckpt.loading.saved_state import is_optimizer_state, kind_of
 _SEQUENCE_TYPES = (list, tuple, deque)
 
 
-def is_empty_object(value: Any) -> bool:
-    """Whether an object leaf of a target holds nothing: it is None, or a list, tuple or deque of such values."""
-    return value is None or (isinstance(value, _SEQUENCE_TYPES) and all(map(is_empty_object, value)))
-
-
 def container_mismatch(
     node: Node, value: Any, found: Node, fqn: str, path: str
 ) -> LeafTypeMismatchError | ShapeMismatchError | None:

@@ -43,7 +43,6 @@ from asyncckpt.loading.container_matching import (
     appended_members,
     composite_mismatch,
     container_mismatch,
-    is_empty_object,
     is_returned_state,
     leaf_mismatch,
     length_mismatch,
@@ -63,7 +62,7 @@ from asyncckpt.loading.target_tensors import (
     check_fillable,
     target_tensor,
 )
-from asyncckpt.loading.targets import Targets, is_loadable, reusable_state_tensors, unwrap_per_rank
+from asyncckpt.loading.targets import Targets, is_empty_object, is_loadable, reusable_state_tensors, unwrap_per_rank
 from asyncckpt.per_rank import PerRank
 from asyncckpt.state_dict.composite_tensors import decompose, new_dtensor_like
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, Flattened, flatten

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from asyncckpt.distributed.process_group import has_other_ranks
-from asyncckpt.format.state_tree import COMPOSITE, TENSOR, Node, Path, fqn_of, members, python_key, whole_leaves
-from asyncckpt.loading.container_matching import is_empty_object
+from asyncckpt.format.state_tree import COMPOSITE, TENSOR, Node, Path, fqn_of, members, python_keys, whole_leaves
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry, state_load_error, takes_strict
 from asyncckpt.loading.target_tensors import Reused, TargetTensor, shares_own_memory, storages_of, target_tensor
 from asyncckpt.per_rank import PerRank
@@ -65,10 +64,7 @@ class Targets:
 
     def value_at(self, path: Path) -> Any:
         """Return the value at a path; for a `PerRank`, the value in it."""
-        value, rest = self._located(path)
-        for key in rest:
-            value = unwrap_per_rank(value)[python_key(key)]
-        return unwrap_per_rank(value)
+        return self._way_to(path)[1]
 
     def is_module(self, path: Path) -> bool:
         """Whether there is a module at a path whose state is filled."""
@@ -76,7 +72,7 @@ class Targets:
 
     def immutable_container_at(self, path: Path) -> str | None:
         """Return the type name of the immutable container in which a value cannot be replaced; None if it can be."""
-        for container in reversed(self._containers(path)):
+        for container, _ in reversed(self._way_to(path)[0]):
             if isinstance(container, (MutableSequence, MutableMapping, PerRank)):
                 return None
             if not isinstance(container, tuple):
@@ -86,47 +82,49 @@ class Targets:
     def owner_of(self, path: Path) -> tuple[int, Any]:
         """Return what changes when the value at a path is replaced: the ID of a container, and the keys below it."""
         depth = len(path)
-        for container in reversed(self._containers(path)):
+        for container, _ in reversed(self._way_to(path)[0]):
             depth -= not isinstance(container, PerRank)
             if not isinstance(container, tuple):
                 return id(container), path[depth:]
         return id(self._root), path
 
-    def _containers(self, path: Path) -> list[Any]:
-        """Return the containers around the value at a path, the outermost first; a `PerRank` counts as one."""
+    def _way_to(self, path: Path) -> tuple[list[tuple[Any, Any]], Any]:
+        """Return each container around the value at a path with the key that leads on, the outermost first; and the
+        value. A `PerRank` is a container with the key None."""
         value, rest = self._located(path)
-        found = []
-        for key in rest:
+        way = []
+        for key in python_keys(rest):
             while isinstance(value, PerRank):
-                found.append(value)
+                way.append((value, None))
                 value = value.value
-            found.append(value)
-            value = value[python_key(key)]
+            way.append((value, key))
+            value = value[key]
         while isinstance(value, PerRank):
-            found.append(value)
+            way.append((value, None))
             value = value.value
-        return found
+        return way, value
 
     def replace_at(self, path: Path, new: Any) -> None:
         """Put `new` at a path; an empty dict or list there takes its members instead."""
-        root, rest = self._located(path)
-        _replace_at(root, rest, new, self._claimed_containers)
+        way, old = self._way_to(path)
+        _put(way, old, _merged_into(old, new, self._claimed_containers))
 
     def emptier_of(self, path: Path) -> Callable[[], None] | None:
         """Return a function that makes the value at a path empty again; None: it is not empty now.
 
         None also in the state of a module, which is made anew for each load.
         """
-        value, (root, rest) = self.value_at(path), self._located(path)
+        _, value = self._way_to(path)
         is_empty_mapping = isinstance(value, MutableMapping) and not value
-        if root is not self._root or not (is_empty_mapping or is_empty_object(value)):
+        if not (is_empty_mapping or is_empty_object(value)) or self._located(path)[0] is not self._root:
             return None
         is_filled_in_place = is_empty_mapping or (value is not None and not value)
 
         def empty_again() -> None:
             if is_filled_in_place and not isinstance(value, tuple):
                 value.clear()
-            _replace_at(root, rest, value, {id(self.value_at(path))})
+            way, now = self._way_to(path)
+            _put(way, now, value)
 
         return empty_again
 
@@ -166,6 +164,11 @@ def is_loadable(value: Any) -> bool:
     return isinstance(value, ReplacedEntry) or (
         hasattr(value, "state_dict") and callable(getattr(value, "load_state_dict", None))
     )
+
+
+def is_empty_object(value: Any) -> bool:
+    """Whether an object leaf of a target holds nothing: it is None, or a list, tuple or deque of such values."""
+    return value is None or (isinstance(value, (list, tuple, deque)) and all(map(is_empty_object, value)))
 
 
 def unwrap_per_rank(value: Any) -> Any:
@@ -232,33 +235,22 @@ def _is_filled_by(old: Any, new: Any) -> bool:
     return (old.dtype, old.shape) == (new.dtype, new.shape)
 
 
-def _replace_at(value: Any, path: Path, new: Any, claimed: set[int]) -> Any:
-    """Put `new` at `path` inside `value`: in place where the container allows it, rebuilding tuples.
+def _put(way: list[tuple[Any, Any]], old: Any, new: Any) -> None:
+    """Put `new` in place of `old`, to which `way` leads: in the innermost container that is no tuple.
 
-    Args:
-        value: A container, or the value at the end of the path.
-        path: The path inside `value`.
-        new: The new value.
-        claimed: IDs of containers that are not filled any more; extended here.
-
-    Returns:
-        `value`, or the tuple that replaces it. A `PerRank` stays one, and gets another value.
+    The tuples inside that one are rebuilt. A `PerRank` stays one, and gets another value.
     """
-    if isinstance(value, PerRank):
-        value.value = _replace_at(value.value, path, new, claimed)
-        return value
-    if not path:
-        return _merged_into(value, new, claimed)
-    key = python_key(path[0])
-    old = value[key]
-    child = _replace_at(old, path[1:], new, claimed)
-    if child is old:
-        return value
-    if isinstance(value, tuple):
-        members = [child if n == key else member for n, member in enumerate(value)]
-        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
-    value[key] = child
-    return value
+    for container, key in reversed(way):
+        if new is old:
+            return
+        if isinstance(container, PerRank):
+            container.value = new
+            return
+        if not isinstance(container, tuple):
+            container[key] = new
+            return
+        members = [new if n == key else member for n, member in enumerate(container)]
+        old, new = container, type(container)(*members) if hasattr(container, "_fields") else tuple(members)
 
 
 def _merged_into(old: Any, new: Any, claimed: set[int]) -> Any:
@@ -551,8 +543,8 @@ def _unaliased_tensors(
 
 
 def _value_at(state: Any, path: Path) -> Any:
-    for key in path:
-        state = state[python_key(key)]
+    for key in python_keys(path):
+        state = state[key]
     return state
 
 
