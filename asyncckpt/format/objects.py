@@ -14,7 +14,8 @@ import math
 import re
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
@@ -137,53 +138,53 @@ class UnknownTypeError(TypeError):
         self.value = value
 
 
-def encode_value(value: Any, extend: Extend | None = None, depth: int = 0) -> Any:
-    """Return the JSON form of one leaf.
+def encode_value(value: Any, extend: Extend | None = None) -> Any:
+    """Return the JSON form of one leaf. The arguments and errors are those of `encode_values`."""
+    return next(encode_values((value,), extend))
+
+
+def encode_values(values: Iterable[Any], extend: Extend | None = None, depth: int = 0) -> Iterator[Any]:
+    """Yield the JSON form of each of several leaves.
 
     Args:
-        value: The leaf.
+        values: The leaves.
         extend: Encodes further types.
-        depth: Number of containers around it.
+        depth: Number of containers around them.
 
     Raises:
-        UnknownTypeError: `value`, or a value inside it, is of a type that cannot be stored.
+        UnknownTypeError: A leaf, or a value inside it, is of a type that cannot be stored.
     """
-    kind = type(value)
-    if value is None or kind is bool:
-        return value
-    if kind is str:
-        return (
-            value
-            if value.isascii() or _is_text(value)
-            else {"$": "str", "v": value.encode("utf-8", "surrogatepass").hex()}
-        )
-    if kind is int:
-        return value if -MAX_EXACT_INT <= value <= MAX_EXACT_INT else {"$": "int", "v": hex(value)}
-    if kind is float:
-        if math.isfinite(value):
-            return value
-        return {"$": "float", "v": struct.pack(">d", value).hex()}
-    if depth > MAX_NESTING:
-        raise UnknownTypeError(value)
-    if kind is list:
-        return [encode_value(v, extend, depth + 1) for v in value]
-    if kind in _SEQUENCES:
-        return {"$": _SEQUENCES[kind], "v": [encode_value(v, extend, depth + 1) for v in value]}
-    if kind is dict:
-        return {
-            "$": "dict",
-            "v": [[encode_value(k, extend, depth + 1), encode_value(v, extend, depth + 1)] for k, v in value.items()],
-        }
-    if isinstance(value, deque):
-        return {"$": "deque", "v": [value.maxlen, [encode_value(v, extend, depth + 1) for v in value]]}
-    if kind is slice:
-        return {"$": "slice", "v": [encode_value(v, extend, depth + 1) for v in (value.start, value.stop, value.step)]}
-    encoded = _scalar(value, kind) or (extend(value) if extend else None)
-    if encoded is None:
-        if isinstance(value, tuple):  # a namedtuple is decoded as a plain tuple
-            return {"$": "tuple", "v": [encode_value(v, extend, depth + 1) for v in value]}
-        raise UnknownTypeError(value)
-    return {"$": encoded[0], "v": encoded[1]}
+    for value in values:
+        kind = type(value)
+        if value is None or kind is bool:
+            yield value
+        elif kind is str:
+            keeps = value.isascii() or _is_text(value)
+            yield value if keeps else {"$": "str", "v": value.encode("utf-8", "surrogatepass").hex()}
+        elif kind is int:
+            yield value if -MAX_EXACT_INT <= value <= MAX_EXACT_INT else {"$": "int", "v": hex(value)}
+        elif kind is float:
+            yield value if math.isfinite(value) else {"$": "float", "v": struct.pack(">d", value).hex()}
+        elif depth > MAX_NESTING:
+            raise UnknownTypeError(value)
+        elif kind is list:
+            yield [*encode_values(value, extend, depth + 1)]
+        elif kind in _SEQUENCES:
+            yield {"$": _SEQUENCES[kind], "v": [*encode_values(value, extend, depth + 1)]}
+        elif kind is dict:
+            inner = encode_values(chain.from_iterable(value.items()), extend, depth + 1)
+            yield {"$": "dict", "v": [[key, next(inner)] for key in inner]}
+        elif isinstance(value, deque):
+            yield {"$": "deque", "v": [value.maxlen, [*encode_values(value, extend, depth + 1)]]}
+        elif kind is slice:
+            limits = (value.start, value.stop, value.step)
+            yield {"$": "slice", "v": [*encode_values(limits, extend, depth + 1)]}
+        elif encoded := _scalar(value, kind) or (extend(value) if extend else None):
+            yield {"$": encoded[0], "v": encoded[1]}
+        elif isinstance(value, tuple):  # a namedtuple is decoded as a plain tuple
+            yield {"$": "tuple", "v": [*encode_values(value, extend, depth + 1)]}
+        else:
+            raise UnknownTypeError(value)
 
 
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
@@ -264,18 +265,24 @@ def decode_value(raw: Any, make: Make | None = None) -> Any:
         ValueError: It is malformed.
     """
     try:
-        return _decode(raw, make, 0)
+        return next(_decode_each((raw,), make, 0))
     except (TypeError, LookupError, OverflowError, struct.error) as error:
         raise ValueError(f"malformed payload: {error!r}") from error
 
 
-def _decode(raw: Any, make: Make | None, depth: int) -> Any:
-    if depth > 2 * MAX_NESTING + 2:
-        raise ValueError(f"the values of a leaf are nested too deeply, the limit is {MAX_NESTING}")
-    if isinstance(raw, list):
-        return [_decode(v, make, depth + 1) for v in raw]
-    if not isinstance(raw, dict):
-        return raw
+def _decode_each(values: Iterable[Any], make: Make | None, depth: int) -> Iterator[Any]:
+    for raw in values:
+        if depth > 2 * MAX_NESTING + 2:
+            raise ValueError(f"the values of a leaf are nested too deeply, the limit is {MAX_NESTING}")
+        if isinstance(raw, list):
+            yield [*_decode_each(raw, make, depth + 1)]
+        elif isinstance(raw, dict):
+            yield _decode_tagged(raw, make, depth)
+        else:
+            yield raw
+
+
+def _decode_tagged(raw: dict[str, Any], make: Make | None, depth: int) -> Any:
     if set(raw) != {"$", "v"} or not isinstance(raw["$"], str):
         raise ValueError("an object does not have exactly the members `$` and `v`")
     tag, payload = raw["$"], raw["v"]
@@ -289,16 +296,16 @@ def _decode(raw: Any, make: Make | None, depth: int) -> Any:
             "leaves by `keys`"
         )
     if tag in _SEQUENCE_TAGS:
-        payload = [_decode(v, make, depth + 1) for v in list_of(payload)]
+        payload = [*_decode_each(list_of(payload), make, depth + 1)]
     elif tag == "deque":
         maxlen, members = list_of(payload)
         if not is_maxlen(maxlen, len(list_of(members))):
             raise ValueError(f"a deque has {len(members)} members and maxlen {maxlen!r}")
-        payload = maxlen, [_decode(v, make, depth + 1) for v in members]
+        payload = maxlen, [*_decode_each(members, make, depth + 1)]
     elif tag == "dict":
-        payload = [
-            (_decode(k, make, depth + 1), _decode(v, make, depth + 1)) for k, v in map(list_of, list_of(payload))
-        ]
+        pairs = map(list_of, list_of(payload))
+        inner = _decode_each((one for key, value in pairs for one in (key, value)), make, depth + 1)
+        payload = [(key, next(inner)) for key in inner]
     return _MAKERS[tag](payload)
 
 

@@ -33,15 +33,12 @@ def encode_leaves(flat: Flattened, layout: str = SAFETENSORS) -> list[Any]:
         UnsupportedLeafError: A leaf has a type that cannot be stored; `leaf` is its FQN.
     """
     extend = _extend_or_pickle if flat.allow_pickle else _extend
-    out = []
-    for number, value in enumerate(flat.objects):
-        if type(value) in (bool, type(None)) or (type(value) is str and value.isascii()):
-            out.append(value)  # most leaves are of these types, which JSON stores unchanged
-            continue
-        try:
-            out.append(objects.encode_value(value, extend))
-        except objects.UnknownTypeError as error:
-            raise _refusal(flat, number, error.value, error) from error.__cause__
+    out: list[Any] = []
+    try:
+        for form in objects.encode_values(flat.objects, extend):
+            out.append(form)
+    except objects.UnknownTypeError as error:
+        raise _refusal(flat, len(out), error.value, error) from error.__cause__
     if layout == DCP:
         check_dcp_objects(flat.tree, out)
     return out
@@ -97,6 +94,8 @@ def decode_leaf(raw: Any, unpickle: Unpickle) -> Any:
             return _instance(payload, make)
         return unpickle(*objects.pickled(payload)) if tag in objects.PICKLED_TAGS else decode_torch(tag, payload)
 
+    if not isinstance(raw, (dict, list)):
+        return raw  # most leaves are of types that JSON stores unchanged
     try:
         return objects.decode_value(raw, make)
     except RecursionError as error:
