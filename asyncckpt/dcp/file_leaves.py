@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgpack
 import torch
@@ -108,7 +108,7 @@ class FileLeaves:
             )
             for n in {n for kind, n in below if kind != OBJECT}
         }
-        return Unflattener(cast(Any, tensors), cast(Any, objects)).value_of(node)
+        return Unflattener(tensors, objects).value_of(node)
 
     def read(self, fqn: str, region: tuple[slice, ...], room: torch.Tensor) -> None:
         """Read a box of a tensor into the beginning of `room`, in row-major order.

@@ -445,15 +445,29 @@ class SavedObjects:
         return self._read[rank]
 
     def value(self, rank: int, number: int) -> Any:
-        """Decode `rank`'s object `number`. Returns a new value at each call.
+        """Return the value of `rank`'s object `number`, with the errors of `values`."""
+        return self.values([(rank, number)])[0]
+
+    def values(self, numbers: Collection[tuple[int, int]]) -> list[Any]:
+        """Decode several objects. Returns new values at each call.
+
+        Args:
+            numbers: (rank, number in the rank's structure) of each.
 
         Raises:
-            CorruptCheckpointError: The file is damaged or missing; or the object does not decode.
-            PickledLeafError: It was pickled, and unpickling is not allowed, or failed.
-            UnsupportedFormatError: Written by a newer version; or an object of another format that cannot be read.
-            OSError: The file cannot be read.
+            CorruptCheckpointError: A file is damaged or missing; or an object does not decode.
+            PickledLeafError: One was pickled, and unpickling is not allowed, or failed.
+            UnsupportedFormatError: Written by a newer version. Or some are leaves of another format that cannot be
+                read; names all of them.
+            OSError: A file cannot be read.
         """
-        self.refuse_unread([(rank, number)])
+        if self._contents.source is not None:
+            unread = {number for rank, number in numbers if isinstance(self.raw(rank)[number], UnreadLeaf)}
+            if unread:
+                raise unread_error(self._contents.path, unread_leaves(self._contents, unread))
+        return [self._decoded(rank, number) for rank, number in numbers]
+
+    def _decoded(self, rank: int, number: int) -> Any:
         raw = self.raw(rank)[number]
 
         def from_pickle(kind: str, data: bytes) -> Any:
@@ -471,21 +485,6 @@ class SavedObjects:
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             name = self._contents.ranks[rank].index.objects.name
             raise corrupt(self._contents.path, name, f"object {number} does not decode: {error}") from error
-
-    def refuse_unread(self, numbers: Iterable[tuple[int, int]]) -> None:
-        """Refuse requested leaves of another format that cannot be read.
-
-        Args:
-            numbers: (rank, number in the rank's structure) of the requested objects.
-
-        Raises:
-            UnsupportedFormatError: Some cannot be read; names all of them.
-        """
-        if self._contents.source is None:
-            return
-        wanted = {number for rank, number in numbers if isinstance(self.raw(rank)[number], UnreadLeaf)}
-        if wanted:
-            raise unread_error(self._contents.path, unread_leaves(self._contents, wanted))
 
     def _refusal(self, rank: int, number: int, kind: str, failure: str | None = None) -> PickledLeafError:
         path, fqn = self._contents.path, object_fqn(self._contents.ranks[rank].structure.tree, number)
@@ -687,15 +686,16 @@ class NewValues:
         reused: Reused,
     ) -> None:
         self.leaves: set[Node] = set()
-        for node in nodes:
+        containers = [node for node in nodes if node[0] in CONTAINERS]
+        self.leaves.update(node for node in nodes if node[0] not in CONTAINERS)
+        for node in containers:
             self.leaves.update(leaf for _, leaf in leaves(node))
             self.leaves.update((OBJECT, number) for number in _numbers_in_containers(node))
         self._map_location = map_location
         wanted = {n: saved.object_at(n) for n in sorted(n for kind, n in self.leaves if kind == OBJECT)}
-        objects.refuse_unread(wanted.values())
-        self._objects = _ByNumber({n: objects.value(*at) for n, at in wanted.items()})
+        self._objects = dict(zip(wanted, objects.values(wanted.values()), strict=True))
         self._saved, self._path, self._reused, self._type_of = saved, path, reused, objects.type_of
-        for node in nodes:
+        for node in containers:
             for _, composite in new_composites(node, reused):
                 rest = rest_of(composite, self._objects[composite[2]], saved, path)
                 refuse_unknown_types(composite, rest, saved, path, objects.type_of)
@@ -716,7 +716,7 @@ class NewValues:
         if self._unflattener is None:
             if callable(self._map_location):
                 self._tensors |= {n: relocated(self._tensors[n], self._map_location) for n in self._moved}
-            self._unflattener = Unflattener(_ByNumber(self._tensors), self._objects, type_of=self._type_of)
+            self._unflattener = Unflattener(self._tensors, self._objects, type_of=self._type_of)
             self._unflattener.composites.update(self._reused.composites)
         try:
             return self._unflattener.value_of(node)
@@ -727,19 +727,6 @@ class NewValues:
                 raise CorruptCheckpointError(text, path=self._path, fqn=fqn, detail=str(error)) from error.__cause__
             kind = str(error.node[3])
             raise StateLoadError(text, path=self._path, fqn=fqn, type_name=kind, detail=str(error)) from error.__cause__
-
-
-class _ByNumber(Sequence[Any]):
-    """Presents a dict of values by number as a sequence."""
-
-    def __init__(self, values: dict[int, Any]) -> None:
-        self._values = values
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._values[number]
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 def _numbers_in_containers(node: Node) -> list[int]:

@@ -83,6 +83,10 @@ def sequence_of(form: Form | None, members: list[Any]) -> Any:
     return members if form is None else deque(members, form[1])
 
 
+ByNumber = Sequence[Any] | Mapping[int, Any]
+"""Tensors or values of objects, by the numbers in a tree."""
+
+
 class ComposeError(Exception):
     """A tensor cannot be made of its components; `node` is its node. Internal."""
 
@@ -93,8 +97,8 @@ class ComposeError(Exception):
 
 def unflatten(
     tree: Node,
-    tensors: Sequence[torch.Tensor],
-    objects_: Sequence[Any],
+    tensors: ByNumber,
+    objects_: ByNumber,
     *,
     marks: bool = False,
     type_of: TypeOf = registered_type,
@@ -123,8 +127,8 @@ class Unflattener:
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
-        objects_: Sequence[Any],
+        tensors: ByNumber,
+        objects_: ByNumber,
         *,
         marks: bool = False,
         type_of: TypeOf = registered_type,
