@@ -11,11 +11,10 @@ import msgpack
 import torch
 
 from asyncckpt.config import RankInfo
-from asyncckpt.format.state_tree import OBJECT, ORDERED_DICT, TENSOR, Node, leaves
+from asyncckpt.format.state_tree import OBJECT, ORDERED_DICT, TENSOR, Node, leaves, mapping_nodes
 from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.loading.fetch import SLAB_NBYTES, read_tensor, strided_view
 from asyncckpt.loading.saved_state import SavedObjects, SavedTree
-from asyncckpt.state_dict.flatten import mappings
 from asyncckpt.state_dict.unflatten import Unflattener
 from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import CARRIERS, dtype_name, torch_dtype
@@ -100,7 +99,7 @@ class FileLeaves:
     def _value(self, node: Node) -> Any:
         below = [leaf for _, leaf in leaves(node)]
         numbers = {n for kind, n in below if kind == OBJECT}
-        numbers |= {inner[2] for _, inner in mappings(node) if inner[0] == ORDERED_DICT and inner[2] is not None}
+        numbers |= {inner[2] for _, inner in mapping_nodes(node) if inner[0] == ORDERED_DICT and inner[2] is not None}
         objects = {n: self._objects.value(*self._saved.object_at(n)) for n in numbers}
         tensors = {
             n: read_tensor(

@@ -21,7 +21,7 @@ from typing import Any
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.manifest import check_version, list_of
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.state_tree import checked_hashes, is_maxlen
+from asyncckpt.format.state_tree import checked_hashes, is_maxlen, is_text
 
 _NUMBERS = {
     **{"|b1": "?", "|i1": "b", "|u1": "B", "<i2": "h", "<u2": "H", "<i4": "i", "<u4": "I", "<i8": "q", "<u8": "Q"},
@@ -159,8 +159,11 @@ def encode_values(values: Iterable[Any], extend: Extend | None = None, depth: in
         if value is None or kind is bool:
             yield value
         elif kind is str:
-            keeps = value.isascii() or _is_text(value)
-            yield value if keeps else {"$": "str", "v": value.encode("utf-8", "surrogatepass").hex()}
+            yield (
+                value
+                if value.isascii() or is_text(value)
+                else {"$": "str", "v": value.encode("utf-8", "surrogatepass").hex()}
+            )
         elif kind is int:
             yield value if -MAX_EXACT_INT <= value <= MAX_EXACT_INT else {"$": "int", "v": hex(value)}
         elif kind is float:
@@ -188,15 +191,6 @@ def encode_values(values: Iterable[Any], extend: Extend | None = None, depth: in
 
 
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
-
-
-def _is_text(value: str) -> bool:
-    """Whether JSON keeps `value`. It does not keep lone surrogates: two of them would be decoded as one character."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _scalar(value: Any, kind: type) -> tuple[str, Any] | None:

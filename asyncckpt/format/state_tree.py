@@ -161,14 +161,15 @@ def is_storable(key: Any) -> bool:
     if isinstance(key, int):
         return -_MAX_INT_KEY <= key <= _MAX_INT_KEY
     if isinstance(key, str):
-        return len(key) <= MAX_KEY_CHARS and _is_text(key)
+        return len(key) <= MAX_KEY_CHARS and (key.isascii() or is_text(key))
     members = key[1:] if type(key) is TypedKey and key[0] == _TUPLE_KEY else ()
     return all(map(is_storable, members)) and len(str(key)) <= MAX_KEY_CHARS
 
 
-def _is_text(key: str) -> bool:
+def is_text(value: str) -> bool:
+    """Whether a str is valid Unicode, without lone surrogates. JSON would decode two of them as one character."""
     try:
-        key.encode()
+        value.encode()
     except UnicodeEncodeError:
         return False
     return True
@@ -203,6 +204,7 @@ TENSOR, ARRAY, BYTES, OBJECT = "T", "N", "B", "O"
 MAPPINGS = (DICT, ORDERED_DICT)
 SEQUENCES = (LIST, TUPLE)
 CONTAINERS = (*MAPPINGS, *SEQUENCES, COMPOSITE, PER_RANK)
+LEAVES = (TENSOR, OBJECT, ARRAY, BYTES)
 """The kinds of nodes: the first member of each, as it is on disk."""
 
 KEYED = (*MAPPINGS, COMPOSITE)
@@ -269,7 +271,7 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         items = node[1]
         for i in range(0, len(items), 2):
             child = items[i + 1]
-            if child[0] == TENSOR:  # the usual case, without another generator
+            if child[0] in LEAVES:  # the usual case, without another generator
                 yield (*path, items[i]), child
             else:
                 yield from leaves(child, (*path, items[i]))
@@ -325,7 +327,7 @@ def _name_leaves(node: Node, prefix: str, found: dict[str, Node]) -> None:
         items = node[1]
         for i in range(0, len(items), 2):
             child = items[i + 1]
-            if child[0] == TENSOR:
+            if child[0] in LEAVES:
                 found.setdefault(f"{prefix}{items[i]}", child)
             else:
                 _name_leaves(child, f"{prefix}{items[i]}.", found)
@@ -370,6 +372,19 @@ def _subtree(branch: Any, hole: Callable[[], Node] | None) -> Node:
         if length == len(members) or (hole is not None and length - len(members) <= _MAX_HOLES):
             return LIST, tuple(members[n] if n in members or hole is None else hole() for n in range(length))
     return DICT, tuple(part for pair in members.items() for part in pair)
+
+
+def mapping_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Yield (typed path, node) of each mapping at or below `node`."""
+    if node[0] == PER_RANK:
+        yield from mapping_nodes(node[1], path)
+        return
+    if node[0] in MAPPINGS:
+        yield path, node
+    if node[0] != COMPOSITE:
+        for key, child in members(node):
+            if child[0] in CONTAINERS:
+                yield from mapping_nodes(child, (*path, key))
 
 
 def per_rank_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
@@ -422,7 +437,7 @@ def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: 
         if per_rank:
             raise ValueError("a per-rank node inside another")
         return (kind, checked(raw[1], n_tensors, n_objects, depth, True))
-    if kind in (TENSOR, ARRAY, BYTES, OBJECT):
+    if kind in LEAVES:
         return (kind, _checked_number(raw[1], n_objects if kind == OBJECT else n_tensors))
     raise ValueError(f"unknown tree node {kind!r}")
 
@@ -439,20 +454,20 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
     if kind == DICT and depth < MAX_DEPTH and _are_tensors(items[::2], items[1::2], n_tensors):
         return (kind, tuple(items), *form)
     seen: set[Any] = set()  # Python values: 1 and True are equal
-    limit = CollisionLimit()
+    hashes = CollisionLimit()
     out: list[Any] = []
     for i in range(0, len(items), 2):
         key = items[i]
         if type(key) is not str or len(key) > MAX_KEY_CHARS:
             key = checked_key(key)
-        plain = limit.check(python_key(key)) if type(key) is TypedKey else key
+        plain = hashes.check(python_key(key)) if type(key) is TypedKey else key
         if plain in seen:
             raise ValueError(f"key {key!r} occurs twice in one mapping")
         seen.add(plain)
         child = items[i + 1]
-        if type(child) is tuple and len(child) == 2 and child[0] == TENSOR:  # the usual case, without a call
-            n = child[1]
-            if type(n) is int and 0 <= n < n_tensors and depth < MAX_DEPTH:
+        if type(child) is tuple and len(child) == 2 and child[0] in (TENSOR, OBJECT):  # the usual case, without a call
+            n, limit = child[1], n_tensors if child[0] == TENSOR else n_objects
+            if type(n) is int and 0 <= n < limit and depth < MAX_DEPTH:
                 out += (key, child)
                 continue
         out += (key, checked(child, n_tensors, n_objects, depth + 1, per_rank))
@@ -465,7 +480,7 @@ def _checked_components(raw: Any, n_tensors: int, n_objects: int, depth: int) ->
     items, kind = (raw[1], raw[3]) if len(raw) == 4 else (None, None)
     if not isinstance(items, (list, tuple)) or not items or len(items) % 2:
         raise ValueError("malformed node of a tensor's components")
-    if type(kind) is not str or not 0 < len(kind) <= MAX_KIND_CHARS or not _is_text(kind):
+    if type(kind) is not str or not 0 < len(kind) <= MAX_KIND_CHARS or not is_text(kind):
         raise ValueError(f"the kind of a composite tensor is {str(kind)[:40]!r}")
     names = items[::2]
     if set(map(type, names)) != {str} or len(set(names)) != len(names) or max(map(len, names)) > MAX_KEY_CHARS:

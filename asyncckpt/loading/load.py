@@ -38,6 +38,7 @@ from asyncckpt.format.state_tree import (
     Node,
     Path,
     fqn_of,
+    mapping_nodes,
 )
 from asyncckpt.loading.fetch import Filler, bump_versions, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
@@ -65,7 +66,6 @@ from asyncckpt.loading.target_tensors import (
 )
 from asyncckpt.loading.targets import ResultParts, Targets, load_object_state
 from asyncckpt.loading.tensor_writers import MapLocation
-from asyncckpt.state_dict.flatten import mappings
 from asyncckpt.state_dict.unflatten import has_lost_factory
 from asyncckpt.storage.contents import SavedTensor, check_lengths
 from asyncckpt.storage.files import Files
@@ -714,7 +714,7 @@ class _Load:
 
     def _report_factories(self, parts: Iterable[tuple[Path, Node]]) -> None:
         """Log the defaultdicts among new values, given as (path, node), whose factory could not be stored."""
-        found = [at for path, node in parts for at, inner in mappings(node, path) if has_lost_factory(inner)]
+        found = [at for path, node in parts for at, inner in mapping_nodes(node, path) if has_lost_factory(inner)]
         if found:
             _logger.warning(
                 "%s: %d defaultdicts, first %r, are loaded without default_factory, which could not be stored; load "

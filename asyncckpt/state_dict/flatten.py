@@ -7,7 +7,7 @@ checks for duplicates and layouts belong to the plan, which is made once per str
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,11 @@ from asyncckpt.format.state_tree import (
     COMPOSITE,
     DICT,
     LIST,
-    MAPPINGS,
     MAX_DEPTH,
     MAX_KEY_DEPTH,
     OBJECT,
     ORDERED_DICT,
     PER_RANK,
-    SEQUENCES,
     TENSOR,
     TUPLE,
     Key,
@@ -36,6 +34,7 @@ from asyncckpt.format.state_tree import (
     is_storable,
     key_of,
     leaves,
+    mapping_nodes,
     per_rank_nodes,
     python_key,
 )
@@ -112,7 +111,7 @@ def check_keys(tree: Node) -> None:
     Raises:
         UnsupportedLeafError: It cannot hold a key; names its FQN.
     """
-    for path, node in (*mappings(tree), *composite_nodes(tree)):
+    for path, node in (*mapping_nodes(tree), *composite_nodes(tree)):
         for key in node[1][::2]:
             if not is_storable(key):
                 leaf = fqn_of((*path, key))
@@ -122,19 +121,6 @@ def check_keys(tree: Node) -> None:
                     leaf=leaf,
                     type_name=type(python_key(key)).__name__,
                 )
-
-
-def mappings(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Yield (typed path, node) of every mapping in `node`, including `node` itself."""
-    if node[0] in MAPPINGS:
-        yield path, node
-        for key, child in zip(node[1][::2], node[1][1::2], strict=True):
-            yield from mappings(child, (*path, key))
-    elif node[0] in SEQUENCES:
-        for i, child in enumerate(node[1]):
-            yield from mappings(child, (*path, i))
-    elif node[0] == PER_RANK:
-        yield from mappings(node[1], path)
 
 
 class Flattened:
@@ -206,7 +192,7 @@ def object_fqn(tree: Node, number: int) -> str:
     for path, node in composite_nodes(tree):
         if node[2] == number:
             return fqn_of(path)
-    return next((fqn_of((*path, "_metadata")) for path, node in mappings(tree) if node[2:] == (number,)), "")
+    return next((fqn_of((*path, "_metadata")) for path, node in mapping_nodes(tree) if node[2:] == (number,)), "")
 
 
 def composite_kind(tree: Node, number: int) -> str | None:

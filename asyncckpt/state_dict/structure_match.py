@@ -113,6 +113,8 @@ class _Walk:
             inner = items[i + 1]
             if inner[0] == TENSOR:
                 self.tensor(inner[1], child)
+            elif inner[0] == OBJECT and type(child) in SCALARS:
+                self.objects.append(child)
             else:
                 self.other(inner, child)
             i += 2
