@@ -201,7 +201,7 @@ def write_part(
         for n, resolve in zip(order, serving.resolves(), strict=True):
             resolves[n] = resolve
     threads = max(options.threads, MIN_THREADS)
-    with LazyImage(laid_out.layout, laid_out.specs, resolves, task.save_id, options.copy_ahead_nbytes, device) as image:
+    with LazyImage(laid_out.layout, resolves, task.save_id, options.copy_ahead_nbytes, device) as image:
         request = build_request(
             config,
             RankInfo(task.rank, task.world_size),

@@ -63,20 +63,21 @@ from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import torch_dtype
 
 
-def path_of(fqn: str, planner_data: Any) -> Path:
-    """Return the path of a leaf: the one in the planner's data if it joins to this FQN, else the FQN as one key."""
-    found = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
-    if not isinstance(found, tuple) or not 0 < len(found) < MAX_DEPTH or fqn_of(found) != fqn:
-        return (fqn,)
-    return found if type(found[0]) is str and all(type(key) in (str, int) for key in found) else (fqn,)
-
-
-def ordered(fqns: Iterable[str], planner_data: Any) -> list[str]:
-    """Return `fqns` in the order of the state dict, as far as the planner's data have it."""
-    if not isinstance(planner_data, Mapping):
-        return list(fqns)
-    places = {fqn: place for place, fqn in enumerate(planner_data)}
-    return sorted(fqns, key=lambda fqn: places.get(fqn, len(places)))
+def paths_of(fqns: Iterable[str], planner_data: Any) -> dict[str, Path]:
+    """Return the path of each leaf: the one in the planner's data if it joins to this FQN, else the FQN as one key."""
+    paths: dict[str, Path] = {}
+    for fqn in fqns:
+        path = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
+        if (
+            not isinstance(path, tuple)
+            or not 0 < len(path) < MAX_DEPTH
+            or fqn_of(path) != fqn
+            or type(path[0]) is not str
+            or not all(type(key) in (str, int) for key in path)
+        ):
+            path = (fqn,)
+        paths[fqn] = path
+    return paths
 
 
 def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Node]) -> Node:
@@ -87,8 +88,13 @@ def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Nod
         planner_data: The planner's data in the checkpoint's metadata: paths by FQN, or anything else.
         hole: Returns a node for a member of a list that no rank has.
     """
+    fqns = list(leaves)
+    if isinstance(planner_data, Mapping):  # in the order of the state dict, as far as the planner's data have it
+        known = [fqn for fqn in planner_data if fqn in leaves]
+        fqns = known + [fqn for fqn in fqns if fqn not in planner_data]
     try:
-        return tree_of([(path_of(fqn, planner_data), leaves[fqn]) for fqn in ordered(leaves, planner_data)], hole)
+        paths = paths_of(fqns, planner_data)
+        return tree_of([(path, leaves[fqn]) for fqn, path in paths.items()], hole)
     except ValueError:  # the paths contradict each other
         return DICT, tuple(part for pair in leaves.items() for part in pair)
 
@@ -119,7 +125,7 @@ def encoded_planner_data(metadata: Metadata) -> Any:
 def _equals_paths_of_tree(found: Any, metadata: Metadata) -> bool:
     if not isinstance(found, Mapping) or found.keys() != metadata.state_dict_metadata.keys():
         return False
-    return all(path_of(fqn, found) == path for fqn, path in found.items())
+    return paths_of(found, found) == dict(found)
 
 
 def was_saved_by_torch(manifest: Manifest) -> bool:

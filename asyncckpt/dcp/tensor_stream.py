@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from asyncckpt.errors import StagingError
-from asyncckpt.format.layout import SAVE_ID_OFFSET, BoxSpec, Layout, round_up, save_id_bytes
+from asyncckpt.format.layout import SAVE_ID_OFFSET, Layout, round_up, save_id_bytes
 from asyncckpt.format.names import SaveId
 from asyncckpt.memory.mapping import Mapping, copy_bytes
 from asyncckpt.protocol.request import PartRange
@@ -190,7 +190,6 @@ class LazyImage:
 
     Args:
         layout: Layout of the files.
-        specs: The box of each chunk of the layout.
         resolves: For each chunk, a function that returns its elements.
         save_id: Save ID, for the headers.
         copy_ahead_nbytes: Bytes of tensors on CUDA devices that are copied before they are written.
@@ -205,7 +204,6 @@ class LazyImage:
     def __init__(
         self,
         layout: Layout,
-        specs: Sequence[BoxSpec],
         resolves: Sequence[Resolve],
         save_id: SaveId,
         copy_ahead_nbytes: int = 0,
@@ -223,13 +221,14 @@ class LazyImage:
             for s, p in zip(starts, layout.parts, strict=True)
         ]
         placed = in_file_order(layout)
-        self._tensors = [WrittenTensor(resolves[n], specs[n].nbytes, device) for n in placed]
-        for place, n in enumerate(placed):
-            start = starts[layout.chunks[n].part] + layout.chunks[n].offset_bytes
-            regions.append(_Region(start, start + specs[n].nbytes, b"", place))
+        chunks = [layout.chunks[n] for n in placed]
+        self._tensors = [WrittenTensor(resolves[n], c.nbytes, device) for n, c in zip(placed, chunks, strict=True)]
+        for place, chunk in enumerate(chunks):
+            start = starts[chunk.part] + chunk.offset_bytes
+            regions.append(_Region(start, start + chunk.nbytes, b"", place))
         self._regions = sorted(regions)
         self._starts = [region.start for region in self._regions]
-        self._ahead = CopyAhead([specs[n].nbytes for n in placed], copy_ahead_nbytes)
+        self._ahead = CopyAhead([chunk.nbytes for chunk in chunks], copy_ahead_nbytes)
         self._local = threading.local()
         self._buffers: list[Mapping] = []
         self._lock = threading.Lock()

@@ -384,9 +384,7 @@ def stage_part(
     save_id, slot = task.save_id, None
     try:
         laid_out, device = lay_out(plan, planner, one_file=options.one_file), CudaDevice()
-        with LazyImage(
-            laid_out.layout, laid_out.specs, laid_out.resolves, save_id, options.copy_ahead_nbytes, device
-        ) as image:
+        with LazyImage(laid_out.layout, laid_out.resolves, save_id, options.copy_ahead_nbytes, device) as image:
             part = _Part(laid_out, image, task, options, process, size_estimate)
             slot = part.acquire(image)
             unsealed = part.stage(image, slot)

@@ -447,11 +447,15 @@ def refuse_unstorable(leaves: Iterable[tuple[str, Any]]) -> None:
         DuplicateNameError: A checkpointable tensor has an FQN that is reserved for tensors of one rank.
     """
     for fqn, value in leaves:
-        if is_checkpointable(value):
+        if type(value) in PLAIN_TENSORS:
+            parts = [value]
+        elif is_checkpointable(value):
             for _ in chunks_to_save(fqn, value):
                 pass
             continue
-        for tensor in [value] if type(value) in PLAIN_TENSORS else _parts_of(value):
+        else:
+            parts = _parts_of(value)
+        for tensor in parts:
             if is_wrapper(tensor):
                 raise _wrapper(fqn, tensor)
             strange = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
@@ -469,8 +473,6 @@ def tensor_leaves(state_dict: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of(value: Any) -> list[torch.Tensor]:
-    if type(value) in PLAIN_TENSORS:
-        return []
     if isinstance(value, ShardsOf):
         return [shard.tensor for shard in value.shards]
     return local_tensors(value) if isinstance(value, torch.Tensor) else []
@@ -611,11 +613,11 @@ class LaidOut:
 
     def results_of(self, save_id: SaveId, rank: int) -> list[WriteResult]:
         """Return a result for each item of the save with this ID."""
+        names = [shard_name(save_id, rank, part) for part in range(len(self.layout.parts))]
         found = list(self.results)
-        for (item, spec), chunk in zip(self.items.tensors, self.layout.chunks, strict=True):
-            name = shard_name(save_id, rank, chunk.part)
-            stored = StoredChunk(relative_path=name, offset=chunk.offset_bytes, length=chunk.nbytes)
-            found.append(_result(item, spec.nbytes, stored))
+        for (item, _), chunk in zip(self.items.tensors, self.layout.chunks, strict=True):
+            stored = StoredChunk(relative_path=names[chunk.part], offset=chunk.offset_bytes, length=chunk.nbytes)
+            found.append(_result(item, chunk.nbytes, stored))
         return found
 
 

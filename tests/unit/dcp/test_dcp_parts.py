@@ -46,7 +46,7 @@ def test_pieces_of_an_image_are_the_file_s_bytes_wherever_they_are_cut(n_parts: 
     whole = bytearray(sum(part.padded_nbytes for part in layout.parts))
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
     pieces = []
-    with LazyImage(layout, specs, [partial(flat.__getitem__, n) for n in range(9)], SAVE_ID) as image:
+    with LazyImage(layout, [partial(flat.__getitem__, n) for n in range(9)], SAVE_ID) as image:
         for (start, nbytes), part in zip(image.parts, layout.parts, strict=True):
             whole[start : start + len(part.header)] = part.header
             whole[start + 46 : start + 74] = save_id_bytes(SAVE_ID)
@@ -128,7 +128,7 @@ def test_tensors_of_a_device_arrive_before_they_are_written(monkeypatch: pytest.
     specs = [spec(f"t{n}", value) for n, value in enumerate(values)]
     layout = build_layout(specs)
     resolves = [partial(resolve, n) for n in range(8)]
-    with LazyImage(layout, specs, resolves, SAVE_ID, ahead_nbytes, device) as image:
+    with LazyImage(layout, resolves, SAVE_ID, ahead_nbytes, device) as image:
         found = b"".join(bytes(image[low : low + 700]) for low in range(0, len(image), 700))
     for chunk, value in zip(layout.chunks, values, strict=True):
         assert found[chunk.offset_bytes : chunk.offset_bytes + 1000] == states.bits_of(value)
