@@ -65,7 +65,7 @@ ARRIVAL_TIMEOUT_S = 600.0
 _POLL_S = 50e-6
 
 Resolve = Callable[[], torch.Tensor]
-"""Returns the elements of a tensor, in the form of `write_plan.bytes_of`."""
+"""Returns the elements of a tensor, in the form of `write_plan.resolved_bytes`."""
 
 
 def pinned(like: torch.Tensor) -> torch.Tensor:

@@ -522,13 +522,16 @@ def check_object_target(path: str, item: ReadItem, target: Any) -> None:
         check_target(path, item, target)
 
 
-def bytes_of(tensor: Any, spec: BoxSpec) -> torch.Tensor:
-    """Return the elements of a resolved tensor as a flat uint8 tensor on its device; a copy only if it must be one.
+def resolved_bytes(planner: SavePlanner, item: WriteItem, spec: BoxSpec) -> torch.Tensor:
+    """Return the elements that a planner has for an item, as a flat uint8 tensor on their device.
+
+    They are copied only if they must be.
 
     Raises:
         UnsupportedLeafError: The tensor does not match its plan, or its elements cannot be copied.
+        Exception: An error of the planner.
     """
-    tensor = _elements_in(tensor, spec)
+    tensor = _elements_in(planner.resolve_data(item), spec)
     with torch.no_grad():
         found = flat_bytes(tensor)
         assert found.numel() == spec.nbytes == math.prod(spec.sizes) * tensor.itemsize
@@ -644,16 +647,12 @@ def lay_out(plan: SavePlan, planner: SavePlanner, *, one_file: bool) -> LaidOut:
         specs=specs,
         layout=layout,
         tensors=_entries(specs, layout),
-        resolves=[partial(_elements, planner, item, spec) for item, spec in items.tensors],
+        resolves=[partial(resolved_bytes, planner, item, spec) for item, spec in items.tensors],
     )
 
 
 def _result(item: WriteItem, nbytes: int, stored: object) -> WriteResult:
     return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=stored)
-
-
-def _elements(planner: SavePlanner, item: WriteItem, spec: BoxSpec) -> torch.Tensor:
-    return bytes_of(planner.resolve_data(item), spec)
 
 
 def _entries(specs: list[BoxSpec], layout: Layout) -> tuple[TensorEntry, ...]:
