@@ -31,7 +31,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> str:
         UnsupportedPathError: As `absolute_path`, but URLs are refused only if they name no place in an object store.
     """
     text = _text(path)
-    return normalized_url(text) if is_url(text) else absolute_path(text)
+    return normalized_url(text) if is_url(text) else _absolute(text)
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
@@ -47,6 +47,10 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
             f"path {text.partition('?')[0]!r} is a URL; only directories of a mounted file system are supported here",
             path=text.partition("?")[0],
         )
+    return _absolute(text)
+
+
+def _absolute(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
