@@ -378,10 +378,9 @@ def mapping_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     """Yield (typed path, node) of each mapping at or below `node`."""
     if node[0] == PER_RANK:
         yield from mapping_nodes(node[1], path)
-        return
-    if node[0] in MAPPINGS:
-        yield path, node
-    if node[0] != COMPOSITE:
+    elif node[0] in (*MAPPINGS, *SEQUENCES):
+        if node[0] in MAPPINGS:
+            yield path, node
         for key, child in members(node):
             if child[0] in CONTAINERS:
                 yield from mapping_nodes(child, (*path, key))
@@ -389,16 +388,12 @@ def mapping_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
 
 def per_rank_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     """Yield (typed path, inner node) for each "r" node at or below `node`."""
-    kind = node[0]
-    if kind in MAPPINGS:
-        items = node[1]
-        for i in range(0, len(items), 2):
-            yield from per_rank_nodes(items[i + 1], (*path, items[i]))
-    elif kind in SEQUENCES:
-        for i, child in enumerate(node[1]):
-            yield from per_rank_nodes(child, (*path, i))
-    elif kind == PER_RANK:
+    if node[0] == PER_RANK:
         yield path, node[1]
+    elif node[0] in (*MAPPINGS, *SEQUENCES):
+        for key, child in members(node):
+            if child[0] in CONTAINERS:
+                yield from per_rank_nodes(child, (*path, key))
 
 
 def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: bool = False) -> Node:

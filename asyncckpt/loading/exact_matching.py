@@ -92,9 +92,12 @@ class _ParallelWalk:
             self.numbers += map(itemgetter(1), nodes)
             self.values += inner
             return True
-        return all(
-            self.is_same(child, member, (*path, key)) for child, member, key in zip(nodes, inner, keys, strict=True)
-        )
+        for child, member, key in zip(nodes, inner, keys, strict=True):
+            if child[0] == OBJECT and type(member) in SCALARS:
+                self.objects.append(((*path, key), child))
+            elif not self.is_same(child, member, (*path, key)):
+                return False
+        return True
 
 
 def _first_values(numbers: list[int], values: list[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -51,6 +51,7 @@ from asyncckpt.format.state_tree import (
     leaves,
     members,
     named_leaves,
+    per_rank_nodes,
     whole_leaves,
 )
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
@@ -116,7 +117,7 @@ class SavedTree:
                 continue
             known.add(structure.tree)
             seen: Node | None = structure.tree
-            if rank or _has_per_rank(structure.tree):  # else its numbers need no change
+            if rank or any(per_rank_nodes(structure.tree)):  # else its numbers need no change
                 view = self._view(rank, own=rank == self.reader_rank)
                 seen = view.renumbered(structure.tree, ())
                 self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))
@@ -330,10 +331,6 @@ def _parameter_numbers(groups: Node, value_of: Callable[[int], Any]) -> set[int]
             value = value_of(node[1])
             numbers.update(one for one in (value if isinstance(value, list) else [value]) if type(one) is int)
     return numbers
-
-
-def _has_per_rank(node: Node) -> bool:
-    return node[0] == PER_RANK or any(_has_per_rank(child) for _, child in members(node) if child[0] in CONTAINERS)
 
 
 class _RankView:
