@@ -114,10 +114,6 @@ def _whole(
     values: list[Any] = []
     leaves: dict[str, Node] = {}
 
-    def leaf(raw: Any) -> Node:
-        values.append(raw)
-        return (OBJECT, len(values) - 1)
-
     for fqn, about in metadata.state_dict_metadata.items():
         if isinstance(about, TensorStorageMetadata):
             if fqn not in tensors:
@@ -132,7 +128,8 @@ def _whole(
         elif isinstance(about, BytesStorageMetadata):
             if fqn not in raws:
                 raise _incomplete(request, f"the planner names a leaf {fqn!r} that no rank has written")
-            leaves[fqn] = leaf(raws[fqn])
+            leaves[fqn] = (OBJECT, len(values))
+            values.append(raws[fqn])
     tree = nested(leaves, metadata.planner_data, lambda: (DICT, ()))
     check_keys(tree)
     structure = Structure(
