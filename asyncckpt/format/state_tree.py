@@ -82,7 +82,7 @@ def checked_hashes(keys: Iterable[Any]) -> list[Any]:
         ValueError, TypeError: As `CollisionLimit.check`.
     """
     limit = CollisionLimit()
-    return [limit.check(key) for key in keys]
+    return [key if type(key) in _SAFE_TYPES else limit.check(key) for key in keys]
 
 
 MAX_KEY_CHARS = 4096
