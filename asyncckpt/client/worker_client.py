@@ -357,22 +357,25 @@ class WorkerClient(CheckpointProcess):
         number = slot.number
         session.request(lambda n: announcement(n, number), NO_TIMEOUT_S, partial(self._on_answer, str(save_id)))
 
-    def _send_submit(self, session: Session, snapshot: StagedSnapshot) -> None:
-        save, slot = str(snapshot.save_id), snapshot.slot
-        build = partial(_submit, save, slot.number, slot.generation)
-        session.request(build, NO_TIMEOUT_S, partial(self._on_answer, save))
+    def _send_submit(self, session: Session, save_id: SaveId | str, slot: Slot, *, may_fail: bool = True) -> None:
+        """Let the worker write a slot. `may_fail`: a refusal fails the save."""
+        save = str(save_id)
+        build: Callable[[int], messages.Message] = lambda n: messages.Submit(  # noqa: E731
+            id=n, save_id=save, slot=slot.number, generation=slot.generation
+        )
+        session.request(build, NO_TIMEOUT_S, partial(self._on_answer, save) if may_fail else None)
 
     def _announce(self, session: Session, save: UnfinishedSave, slot: Slot) -> None:
         """Tell the worker that has adopted a slot about the save in it. Called under the lock."""
         if save.snapshot is not None:
-            self._send_submit(session, save.snapshot)
+            self._send_submit(session, save.save_id, save.snapshot.slot)
         elif save.announcement is not None and slot.memory.control.state != STATE_SEALED:
             # No Begin for a sealed slot: the dead worker may have committed it, and the new one checks that itself.
             self._send_begin(session, save.save_id, save.announcement, slot)
             if slot.is_ring and slot.memory.control.state == STATE_STREAMED:
                 # The trainer waits for cells of the ring: the new worker ends the save. If the slot has been sealed
                 # since the check above, the worker finds it sealed by this Submit.
-                self._send_streamed(session, save.save_id, slot)
+                self._send_submit(session, save.save_id, slot)
 
     def early_error(self, save_id: SaveId) -> AsyncCkptError | None:
         """Return why the save has failed while it was being staged, or None."""
@@ -404,7 +407,7 @@ class WorkerClient(CheckpointProcess):
                     raise
                 session = None  # `write` fails the save
             if session is not None:  # else the failover tells the next worker
-                self._send_streamed(session, save_id, slot)
+                self._send_submit(session, save_id, slot, may_fail=slot.is_ring)
 
         def check() -> bool:
             error = self._pending.early_error(save_id)
@@ -422,10 +425,6 @@ class WorkerClient(CheckpointProcess):
                 return self._session_of(slot) is None
 
         return check
-
-    def _send_streamed(self, session: Session, save_id: SaveId | str, slot: Slot) -> None:
-        build = partial(_submit, str(save_id), slot.number, slot.generation)
-        session.request(build, NO_TIMEOUT_S, partial(self._on_answer, str(save_id)) if slot.is_ring else None)
 
     def withdraw(self, save_id: SaveId, reason: str, *, skipped: bool = False) -> None:
         """Withdraw a save that will not be sealed: its slot is free at once, and the save fails on all ranks."""
@@ -494,7 +493,7 @@ class WorkerClient(CheckpointProcess):
                 self._withdrawals.add(str(snapshot.save_id), "the worker refused this rank's part of it, or was lost")
             self.pool.staged(snapshot.slot)
             if self._pending.staged(snapshot, future, lost) and session is not None:
-                self._send_submit(session, snapshot)
+                self._send_submit(session, snapshot.save_id, snapshot.slot)
         return future
 
     def _on_answer(self, save: str, done: Future[messages.Message]) -> None:
@@ -574,10 +573,6 @@ class WorkerClient(CheckpointProcess):
         session = self._connection.session
         if session is not None:
             session.close_inherited_fds()
-
-
-def _submit(save: str, slot: int, generation: int, number: int) -> messages.Message:
-    return messages.Submit(id=number, save_id=save, slot=slot, generation=generation)
 
 
 POLL_S = 0.05
