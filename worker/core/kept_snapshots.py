@@ -55,7 +55,9 @@ class SnapshotRegistry:
 
     def __init__(self, tables: Tables, keep_s: float) -> None:
         self._t, self._keep_s = tables, keep_s
-        self._asked: dict[str, Recall] = {}
+        self.asked: dict[str, Recall] = {}
+        """Session -> its Recall, which waits until no closing slot is being read."""
+
         self._undecided = False
         self.decides_at = float("inf")
         """The next time at which a kept slot expires."""
@@ -203,14 +205,14 @@ class SnapshotRegistry:
 
     def recall(self, session: Session, m: Recall) -> None:
         """Answer which slots hold snapshots at a path or below it, once the slots of ended sessions have been read."""
-        self._asked[session.name] = m
+        self.asked[session.name] = m
         self.answer()
 
     def answer(self) -> None:
         """Answer the waiting requests, unless a closing slot is still being read."""
-        if not self._asked or any(s.reading for s in self._t.closing.values()):
+        if any(s.reading for s in self._t.closing.values()):
             return
-        asked, self._asked = self._asked, {}
+        asked, self.asked = self.asked, {}
         for name, m in asked.items():
             session = self._t.sessions.get(name)
             if session is not None:

@@ -77,7 +77,7 @@ from asyncckpt_worker.core.save_admission import SaveAdmission
 from asyncckpt_worker.core.saves import SaveRegistry, bring_deadline_forward, stop_early_writes
 from asyncckpt_worker.core.sessions import SessionRegistry
 from asyncckpt_worker.core.slots import AdoptionRegistry, SlotRegistry
-from asyncckpt_worker.core.status import MAX_ROWS, PhaseChange, heartbeat_answer, notify, phase_changes, report
+from asyncckpt_worker.core.status import MAX_ROWS, PhaseChange, heartbeat_answer, note_phase_change, notify, report
 from asyncckpt_worker.core.tables import Tables
 from asyncckpt_worker.mirrors.schedule import MirrorRegistry
 
@@ -157,19 +157,18 @@ class Shutdown:
         t = self._t
         if self._exiting:
             return
-        unfinished = [s for s in t.saves.values() if s.unfinished]
-        reading = t.n_reading > 0
-        idle = not self.has_owner and not t.sessions and not unfinished and not reading and not t.lineage_scans
-        idle = idle and not self._mirrors.is_behind
+        busy = self.has_owner or t.sessions or t.n_reading or t.lineage_scans or self._mirrors.is_behind
+        idle = not busy and not any(s.unfinished for s in t.saves.values())
         self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
         if self._drain_deadline is not None:
+            unfinished = [s for s in t.saves.values() if s.unfinished]
             staging = self._staging(self._drain_deadline)
             if not staging:
                 stop_early_writes(t)
             # Not while trainers are connected: until this worker has left they can save nowhere. The next one copies.
             copies = self._mirrors.is_behind and not t.sessions
             working = bool(unfinished) or staging or self._has_unacknowledged() or copies
-            at_rest = not working and not reading
+            at_rest = not working and not t.n_reading
             self._slots_reread = self._slots_reread and not working
             if (
                 at_rest
@@ -247,61 +246,63 @@ class Core:
         self._shutdown = Shutdown(
             self.tables, self._slot_registry, config, self._mirrors, lambda: self._leader.busy or self._follower.busy
         )
-        self._steps: tuple[Callable[[], None], ...] = (
-            self._adoption.restore_committed,
-            # IMPORTANT: before slots are freed, so that saves end with the reason of the departure, not with "not
-            # sealed".
-            self._end_departed,
-            self._slot_registry.abandon_released,
-            self._saves.commit_waiting,
-            self._free_slots,
-            self.snapshot_registry.answer,
-            self._note_touched,
-            self._follower.flush,
-            self._leader.flush,
-            self.tables.touched.clear,
-            self._notify,
-            self.tables.archive_ended,
-            self._shutdown.update,
-        )
-        """What follows on every event."""
 
     def handle(self, event: Event) -> list[Action]:
-        """Handle `event`; return the actions to perform, in order."""
+        """Handle `event`, then take the steps that it has made due; return the actions to perform, in order."""
         t = self.tables
         t.now = max(t.now, event.now)
         self.phase_changes = []
         self._dispatch(event)
-        # IMPORTANT: each step is guarded, and within it what belongs to one save. A bug there is met again at every
+        # IMPORTANT: each step is guarded, and within it what belongs to one save. A bug there may be met again at every
         # event, and must stop nothing else.
-        for step in self._steps:
-            t.run_guarded("", step)
+        if t.adopted_committed:
+            t.run_guarded("", self._adoption.restore_committed)
+        if self._runs.leaving:
+            # IMPORTANT: before slots are freed, so that saves end with the reason of the departure, not "not sealed".
+            t.run_guarded("", self._end_departed)
+        if t.review_closing_slots:
+            t.run_guarded("", self._slot_registry.abandon_released)
+        if self._saves.commits_waiting:
+            t.run_guarded("", self._saves.commit_waiting)
+        if t.review_closing_slots or t.now >= self.snapshot_registry.decides_at:
+            t.run_guarded("", self._slot_registry.free_unneeded)
+        if t.postponed:
+            t.run_guarded("", self._slot_registry.create_postponed)
+            if t.review_closing_slots:  # kept slots must make room
+                t.run_guarded("", self._slot_registry.free_unneeded)
+        if self.snapshot_registry.asked:
+            t.run_guarded("", self.snapshot_registry.answer)
+        if t.touched:
+            t.run_guarded("", self._note_touched)
+        if self._follower.followed or t.to_report:
+            t.run_guarded("", self._follower.flush)
+        if self._leader.followers or self._mirrors.new_failures:
+            t.run_guarded("", self._leader.flush)
+        t.touched.clear()
+        if t.changed or t.announced:
+            t.run_guarded("", notify, t)
+        if t.saves:
+            t.run_guarded("", t.archive_ended)
+        t.run_guarded("", self._shutdown.update)
         actions, t.actions = t.actions, []
         return actions
 
     def _end_departed(self) -> None:
-        if self._runs.leaving:
-            for run, rank in self._runs.complete_departures():
-                self._saves.rank_departed(run, rank)
+        for run, rank in self._runs.complete_departures():
+            self._saves.rank_departed(run, rank)
 
     def _note_touched(self) -> None:
-        """Update deadlines, and collect the phase changes of this event."""
-        for save_id, rank in self.tables.touched:
-            save = self.tables.saves.get(save_id)
-            if save is not None and save.outcome is None and rank in save.ranks:
-                self.tables.run_guarded(save_id, bring_deadline_forward, save, save.ranks[rank], self.tables.now)
-        self.phase_changes = phase_changes(self.tables)
-
-    def _notify(self) -> None:
-        if self.tables.changed or self.tables.announced:
-            notify(self.tables)
-
-    def _free_slots(self) -> None:
-        self._slot_registry.free_unneeded()
-        if self.tables.postponed:
-            self._slot_registry.create_postponed()
-        if self.tables.review_closing_slots:
-            self._slot_registry.free_unneeded()  # kept slots may have to make room
+        """Update the deadlines of the parts that have changed, and collect their phase changes."""
+        t = self.tables
+        for save_id, rank in t.touched:
+            save = t.saves.get(save_id)
+            if save is None or rank not in save.ranks:
+                continue
+            part = save.ranks[rank]
+            if save.outcome is None:
+                t.run_guarded(save_id, bring_deadline_forward, save, part, t.now)
+            if part.seen != part.phase:
+                t.run_guarded("", note_phase_change, t, save, part, self.phase_changes)
 
     @property
     def wakes_at(self) -> float | None:

@@ -431,8 +431,6 @@ class SaveRegistry:
 
     def commit_waiting(self) -> None:
         """Commit saves that waited for an earlier one; at the end of an event, which may have begun an earlier save."""
-        if not self.commits_waiting:
-            return
         self.commits_waiting = False
         for save in sorted(self._t.saves.values(), key=lambda s: s.save_id):
             if save.outcome is None and not save.committing and save.waiting_since is not None:

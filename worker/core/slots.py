@@ -292,8 +292,6 @@ class SlotRegistry:
 
     def abandon_released(self) -> None:
         """Abandon unsealed saves in closing slots."""
-        if not self._t.review_closing_slots:
-            return
         for slot in list(self._t.closing.values()):
             if not slot.reading and slot.last is not None:
                 save, part = slot.last
@@ -303,8 +301,6 @@ class SlotRegistry:
 
     def free_unneeded(self) -> None:
         """Free closing slots that no read, save or reader needs and that are not kept."""
-        if not self._t.review_closing_slots and self._t.now < self._snapshot_registry.decides_at:
-            return
         self._t.review_closing_slots = False
         self._snapshot_registry.decide()
         for slot in list(self._t.closing.values()):

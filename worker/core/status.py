@@ -57,21 +57,8 @@ class PhaseChange:
     followed: bool = False
 
 
-def phase_changes(t: Tables) -> list[PhaseChange]:
-    """Return the phase changes of the current event, in order, and record their time in the parts.
-
-    IMPORTANT: must be called before `touched` is cleared.
-    """
-    found: list[PhaseChange] = []
-    for key in t.touched:
-        save = t.saves.get(key[0])
-        part = save.ranks.get(key[1]) if save is not None else None
-        if save is not None and part is not None and part.seen != part.phase:
-            t.run_guarded("", lambda save=save, part=part: found.append(_phase_change(t, save, part)))
-    return found
-
-
-def _phase_change(t: Tables, save: Save, part: RankSave) -> PhaseChange:
+def note_phase_change(t: Tables, save: Save, part: RankSave, found: list[PhaseChange]) -> None:
+    """Add the phase change of a rank's part to `found`, and record in the part that it was reported, and when."""
     was, was_s = part.seen, t.now - part.since if part.seen else 0.0
     part.seen, part.since = part.phase, t.now
     ends = save.outcome is not None and not save.end_reported
@@ -83,23 +70,25 @@ def _phase_change(t: Tables, save: Save, part: RankSave) -> PhaseChange:
     if ends and save.outcome == COMMITTED and run is not None:
         run.newest = Newest(step=part.step, path=part.path, at=t.now)
     nbytes = part.report.get("nbytes", part.nbytes)
-    return PhaseChange(
-        save_id=save.save_id,
-        step=part.step,
-        path=part.path,
-        rank=part.rank,
-        world_size=save.world_size,
-        phase=part.phase,
-        was=was,
-        was_s=was_s,
-        nbytes=nbytes if type(nbytes) is int else 0,
-        umask=part.umask,
-        report=dict(part.report),
-        error=str((part.error or {}).get("text", "")),
-        ends=ends,
-        begun_s=t.now - min(e.begun_at for e in save.ranks.values()) if ends else 0.0,
-        local=not part.follower,
-        followed=run is not None and run.followed,
+    found.append(
+        PhaseChange(
+            save_id=save.save_id,
+            step=part.step,
+            path=part.path,
+            rank=part.rank,
+            world_size=save.world_size,
+            phase=part.phase,
+            was=was,
+            was_s=was_s,
+            nbytes=nbytes if type(nbytes) is int else 0,
+            umask=part.umask,
+            report=dict(part.report),
+            error=str((part.error or {}).get("text", "")),
+            ends=ends,
+            begun_s=t.now - min(e.begun_at for e in save.ranks.values()) if ends else 0.0,
+            local=not part.follower,
+            followed=run is not None and run.followed,
+        )
     )
 
 

@@ -82,7 +82,7 @@ def break_for_first(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> 
     [
         ("machine", "bring_deadline_forward"),
         ("save_admission", "SaveAdmission.abandon"),
-        ("status", "_phase_change"),
+        ("machine", "note_phase_change"),
         ("status", "row_of"),
         ("tables", "History.add"),
     ],

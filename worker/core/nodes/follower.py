@@ -125,7 +125,9 @@ class Follower:
     ) -> None:
         self._t, self._runs, self._saves, self._slot_registry = tables, runs, saves, slot_registry
         self._mirrors, self._resources = mirrors, resources
-        self._followed: dict[str, _Followed] = {}
+        self.followed: dict[str, _Followed] = {}
+        """Run -> its record."""
+
         self._counter = 0
         """Counter of the last page sent. IMPORTANT: one for all pages of this process, not one a record: a leader whose
         run is followed again would ignore everything until a new count has passed the old one."""
@@ -149,7 +151,7 @@ class Follower:
             client_public=m.client_public,
             client_secret=m.client_secret,
         )
-        followed = self._followed.get(m.run)
+        followed = self.followed.get(m.run)
         if followed is not None and (followed.leader_address != leader or followed.run is not run):
             self._lose_leader(followed, "the run has another leader")
             self._disconnect(followed)
@@ -161,7 +163,7 @@ class Follower:
                 run.leader_unreachable = True
                 return self._t.refuse(session.peer, m.id, error)
             run.followed, run.leader = True, ""
-            followed = self._followed[m.run] = _Followed(run, leader, self._t.now)
+            followed = self.followed[m.run] = _Followed(run, leader, self._t.now)
             self._resend_everything(followed)
         followed.attempts[session.rank] = m.attempt
         followed.waiting_follows.setdefault((session.peer, m.id), self._t.now + m.timeout_s)
@@ -169,16 +171,16 @@ class Follower:
         return self._answer(followed)
 
     def _refusal(self, m: Follow) -> AsyncCkptError | None:
-        run, followed = self._t.runs[m.run], self._followed.get(m.run)
+        run, followed = self._t.runs[m.run], self.followed.get(m.run)
         if any(s.follower for name in run.members.values() if (s := self._t.sessions.get(name)) is not None):
             return ProtocolError(f"this worker leads run {m.run} itself", detail="leads")
-        if followed is None and len(self._followed) >= MAX_FOLLOWED:
+        if followed is None and len(self.followed) >= MAX_FOLLOWED:
             return busy()
         return busy() if followed is not None and len(followed.waiting_follows) >= MAX_ASKING else None
 
     def lineage(self, session: Session, run: Run, m: Lineage) -> None:
         """Ask the leader for the epoch of a directory."""
-        followed = self._followed.get(run.run_id)
+        followed = self.followed.get(run.run_id)
         if followed is None or len(followed.questions) >= MAX_ASKING:
             return self._t.refuse(session.peer, m.id, busy())
         key = (session.peer, m.id)
@@ -192,7 +194,7 @@ class Follower:
 
     def received(self, event: Relayed) -> None:
         """Handle a page of the leader's table."""
-        followed, m = self._followed.get(event.run), event.message
+        followed, m = self.followed.get(event.run), event.message
         if followed is None or not isinstance(m, Outcomes) or m.to != self._t.instance:
             return
         if m.sender in followed.former_leaders:
@@ -352,13 +354,13 @@ class Follower:
         followed.run.followed, followed.run.leader = False, ""
         for save in self._t.open_saves(followed.run.run_id):
             self._saves.update_deadline(save)  # its deadlines now apply here
-        del self._followed[followed.run.run_id]
+        del self.followed[followed.run.run_id]
         self._resources.disconnect(followed.run.run_id)
 
     def tick(self) -> None:
         """End saves whose leader has been silent for too long, and close connections that are not needed."""
         now = self._t.now
-        for followed in list(self._followed.values()):
+        for followed in list(self.followed.values()):
             for key in [key for key, until in followed.waiting_follows.items() if now >= until]:
                 del followed.waiting_follows[key]
                 self._t.refuse(*key, _unreachable(followed, "it does not answer"))
@@ -380,10 +382,8 @@ class Follower:
         """Send each leader the rows that changed, or the whole table when that is due; at the end of an event."""
         t = self._t
         changed, t.to_report = t.to_report, set()
-        if not self._followed:
-            return
         changed |= {SaveId.parse(save_id).run_id for save_id, _ in t.touched}
-        for run_id, followed in self._followed.items():
+        for run_id, followed in self.followed.items():
             whole = t.now - followed.full_sent_at >= BEAT_S
             if whole or run_id in changed:
                 self._t.run_guarded("", self._send, followed, whole)
@@ -468,19 +468,19 @@ class Follower:
 
     def times(self) -> Iterator[float]:
         """Yield the times of the next whole tables, and the deadlines of waiting requests."""
-        for followed in self._followed.values():
+        for followed in self.followed.values():
             yield followed.full_sent_at + BEAT_S
             yield from followed.waiting_follows.values()
 
     def report(self) -> list[Mapping[str, Any]]:
         """Return a row of the status report for each followed run."""
-        return [followed.row(self._t.now) for followed in self._followed.values()]
+        return [followed.row(self._t.now) for followed in self.followed.values()]
 
     @property
     def busy(self) -> bool:
         """Whether a reachable leader has not acknowledged everything yet."""
         now = self._t.now
-        return any(self._has_unacknowledged(f) and now - f.last_message_at < PRESENT_S for f in self._followed.values())
+        return any(self._has_unacknowledged(f) and now - f.last_message_at < PRESENT_S for f in self.followed.values())
 
 
 def _is_unacknowledged(part: RankSave) -> bool:

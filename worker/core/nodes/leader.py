@@ -111,7 +111,9 @@ class Leader:
         self._admitted: dict[str, str] = {}
         """Run -> public key that its followers must prove."""
 
-        self._followers: dict[str, _FollowerRecord] = {}
+        self.followers: dict[str, _FollowerRecord] = {}
+        """Name -> its record."""
+
         self._counter = 0
         """Counter of the last page sent. IMPORTANT: one for all pages of this process, not one a record: a follower
         that is forgotten and heard again would ignore everything until a new count has passed the old one."""
@@ -206,21 +208,21 @@ class Leader:
 
     def _follower_record(self, event: Relayed, m: Report) -> _FollowerRecord | None:
         name = f"{m.sender}.{event.run}"
-        found = self._followers.get(name)
+        found = self.followers.get(name)
         if found is None and self._has_room():
-            found = self._followers[name] = _FollowerRecord(event.run, m.sender, name, event.route)
+            found = self.followers[name] = _FollowerRecord(event.run, m.sender, name, event.route)
             self._t.log("info", f"worker {m.sender} is a follower in run {event.run}", count="followers_linked")
         return found
 
     def _has_room(self) -> bool:
         """Whether another follower can be added; if not, drop the one without ranks that is silent longest."""
-        if len(self._followers) >= MAX_FOLLOWERS:
+        if len(self.followers) >= MAX_FOLLOWERS:
             with_ranks = {s.follower for s in self._t.sessions.values()}
-            spare = [name for name in self._followers if name not in with_ranks]
+            spare = [name for name in self.followers if name not in with_ranks]
             if spare:
                 oldest = min(spare, key=lambda name: self._t.last_message_at.get(name, 0.0))
-                self._forget(self._followers[oldest], "too many followers")
-        return len(self._followers) < MAX_FOLLOWERS
+                self._forget(self.followers[oldest], "too many followers")
+        return len(self.followers) < MAX_FOLLOWERS
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class Leader:
         rank, attempt, run = row["rank"], row["attempt"], self._t.runs.get(follower.run_id)
         holder = self._t.sessions.get(run.members.get(rank, "")) if run is not None else None
         if holder is not None and holder.follower not in ("", follower.name):
-            other = self._followers.get(holder.follower)
+            other = self.followers.get(holder.follower)
             if other is not None and attempt <= other.ranks.get(rank, -1):
                 follower.ranks.pop(rank, None)
                 follower.reassigned.add(rank)
@@ -264,7 +266,7 @@ class Leader:
 
         Parts that are not reported again end by the deadline for silent followers (`saves.deadline`).
         """
-        follower = self._followers.get(session.follower)
+        follower = self.followers.get(session.follower)
         if follower is not None:
             follower.ranks.pop(session.rank, None)
             follower.reassigned.add(session.rank)
@@ -273,7 +275,7 @@ class Leader:
 
     def _forget(self, follower: _FollowerRecord, why: str) -> None:
         """Forget a follower, and end the saves in which a rank of it is not durable or has not consented."""
-        del self._followers[follower.name]
+        del self.followers[follower.name]
         self._t.last_message_at.pop(follower.name, None)
         for session in [s for s in self._t.sessions.values() if s.follower == follower.name]:
             self._detach_rank(session, why)
@@ -394,7 +396,7 @@ class Leader:
             self._answers[run_id, parent] = error
             for old in list(self._answers)[: -MAX_LED * MAX_ANSWERS]:
                 del self._answers[old]
-        for name, follower in self._followers.items():
+        for name, follower in self.followers.items():
             if follower.run_id == run_id and parent in follower.questions:
                 self._pending_rows.setdefault(name, {})
 
@@ -402,18 +404,16 @@ class Leader:
 
     def tick(self) -> None:
         """Forget followers that have been silent for too long."""
-        for follower in list(self._followers.values()):
+        for follower in list(self.followers.values()):
             silent_s = self._t.now - self._t.last_message_at.get(follower.name, self._t.now)
             if silent_s >= FORGET_S and all(silent_s >= s.timeout_s for s in self._t.open_saves(follower.run_id)):
                 self._forget(follower, f"no message for {silent_s:.0f} s")
-        forget_inactive_followers(self._t, self._followers.keys())
+        forget_inactive_followers(self._t, self.followers.keys())
 
     def flush(self) -> None:
         """Send each follower the rows that changed, or the whole table when that is due; at the end of an event."""
         pending, self._pending_rows = self._pending_rows, {}
         failed_copies, self._mirrors.new_failures = self._mirrors.new_failures, []
-        if not self._followers:
-            return
         for save_id, rank in (*self._t.touched, *self._t.changed):
             save = self._t.saves.get(save_id)
             part = save.ranks.get(rank) if save is not None else None
@@ -421,7 +421,7 @@ class Leader:
                 pending.setdefault(part.follower, {})[save_id] = None
         rows: dict[str, dict[str, Any]] = {}  # built once for all followers, as are the failed copies of a run
         repeated: dict[str, list[SaveId]] = {}
-        for name, follower in self._followers.items():
+        for name, follower in self.followers.items():
             if follower.run_id in self._t.announced:
                 pending.setdefault(name, {})
             if failed := [save_id for save_id in failed_copies if save_id.run_id == follower.run_id]:
@@ -529,14 +529,14 @@ class Leader:
 
     def times(self) -> Iterator[float]:
         """Yield the times of the next whole tables."""
-        return (follower.full_sent_at + BEAT_S for follower in self._followers.values())
+        return (follower.full_sent_at + BEAT_S for follower in self.followers.values())
 
     def report(self) -> list[Mapping[str, Any]]:
         """Return a row of the status report for each follower."""
         now, last_message_at = self._t.now, self._t.last_message_at
         return [
             {"run": r.run_id, "worker": r.instance, "silent_s": now - last_message_at.get(name, now)}
-            for name, r in self._followers.items()
+            for name, r in self.followers.items()
         ]
 
     @property
@@ -546,7 +546,7 @@ class Leader:
         return any(
             now - self._t.last_message_at.get(name, now) < PRESENT_S
             and any((save := self._t.find(s)) is not None and save.outcome is not None for s in follower.saves)
-            for name, follower in self._followers.items()
+            for name, follower in self.followers.items()
         )
 
 
