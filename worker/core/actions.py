@@ -193,6 +193,11 @@ class LogFault:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Draining:
+    """Notify observers that a drain has begun."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Exit:
     """End the process. `complete`: no save is unfinished."""
 
@@ -218,6 +223,7 @@ Action = (
     | Relay
     | Log
     | LogFault
+    | Draining
     | Exit
 )
 

@@ -47,7 +47,7 @@ from asyncckpt.protocol.messages import (
     Welcome,
     Withdraw,
 )
-from asyncckpt_worker.core.actions import Action, Exit, Resources, SendStatus
+from asyncckpt_worker.core.actions import Action, Draining, Exit, Resources, SendStatus
 from asyncckpt_worker.core.events import (
     Copied,
     Died,
@@ -148,6 +148,7 @@ class Shutdown:
             t.log(
                 "info", f"draining: {why}", sessions=len(t.sessions), saves=sum(s.unfinished for s in t.saves.values())
             )
+            t.actions.append(Draining())
             self._slot_registry.read_all_lent()
         if immediately:
             self._drain_deadline = t.now

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+import zmq
 
 from asyncckpt import __version__
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, to_wire
@@ -87,9 +88,7 @@ class Daemon:
         ticks = start_ticks(config.while_pid) if config.while_pid else None
         self._has_owner = ticks is not None and self._liveness.watch(OWNER, config.while_pid, ticks)
         self._is_memory_short = False
-        self._next_tick_at = self._last_tick_at = float("-inf")
-        self._last_tick_state: tuple[bool, bool] | None = None
-        """`_has_owner` and `_is_memory_short` in the last Tick."""
+        self._next_tick_at = 0.0
         self._memory_pressure = MemoryPressure()
         self._writer = Writer(files or files_for(config.max_write_bandwidth), self._slots, config.roots, config.threads)
         self._mirrorer = Mirrorer(files or Files(), config.roots, RateLimiter(config.max_mirror_bandwidth).wait)
@@ -102,9 +101,7 @@ class Daemon:
         self._node_sockets = NodeSockets(config.advertise, config.port, self._run_of_key, self.metrics.count)
         resources = LocalResources(self._slots, self._liveness, self._node_sockets, self._jobs, self._bug)
         self.core = Core(core_config(config), time.monotonic(), resources)
-        # Messages before deaths: the last messages of a dead trainer may have the reason of a failure.
         self._steps: dict[str, Callable[[], object]] = {
-            "poll": self._poll,
             "messages": self._take_messages,
             "workers": self._take_node_messages,
             "results": self._take_results,
@@ -113,6 +110,8 @@ class Daemon:
             "tick": self._tick,
             "observers": self._update_observers,
         }
+        self._due: Collection[str] = ()
+        """The steps that the current turn of the loop takes."""
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -124,10 +123,10 @@ class Daemon:
         """
         log.write("info", f"worker {os.getpid()} of asyncckpt {__version__} listens on {self.config.endpoint}")
         try:
-            self._do({"tick": self._tick, "observers": partial(self._observers.ready, self.config.endpoint)})
+            self._do("tick", self._tick)
+            self._do("observers", self._observers.ready, self.config.endpoint)
             while self._exit is None:
-                if "poll" in self._do(self._steps):
-                    time.sleep(POLL_FAILED_S)
+                self._turn()
         finally:
             closed = self.close()
         log.write("info", f"worker {os.getpid()} exits: {self._exit.reason}")
@@ -137,30 +136,50 @@ class Daemon:
         """Drain, then return from `run`; `immediately`: without waiting for saves. Safe in a signal handler."""
         self._lanes.post(ev.StopRequested(now=time.monotonic(), immediately=immediately))
 
-    def _do(self, steps: Mapping[str, Callable[[], object]]) -> list[str]:
-        """Do the steps in order. Failures are counted; one is logged unless the step failed in the same way last time.
+    def _turn(self) -> None:
+        """Wait until there is something to take or a Tick is due, and take the steps for it."""
+        self._due = self._steps  # all, unless the poll finds fewer
+        if not self._do("poll", self._poll):
+            time.sleep(POLL_FAILED_S)
+        for step, call in self._steps.items():
+            if step in self._due:
+                self._do(step, call)
+
+    def _do(self, step: str, call: Callable[..., object], *args: object) -> bool:
+        """Take a step. A failure is counted, and logged unless the step failed in the same way last time.
 
         IMPORTANT: an exception (no descriptor, no thread, a bug) must not leave this method: the later steps still run,
         and the worker keeps all snapshots.
 
         Returns:
-            Names of the steps that have failed.
+            Whether the step has not failed.
         """
-        failed = []
-        for step, call in steps.items():
-            try:
-                call()
-                self._failing.pop(step, None)
-            except Exception as error:
-                failed.append(step)
-                self.metrics.count("internal_errors")
-                if self._failing.get(step) != repr(error):
-                    self._failing[step] = repr(error)
-                    log.write("error", f"a step of the control loop failed: {step}: {error!r}", error=error)
-        return failed
+        try:
+            call(*args)
+        except Exception as error:
+            self.metrics.count("internal_errors")
+            if self._failing.get(step) != repr(error):
+                self._failing[step] = repr(error)
+                log.write("error", f"a step of the control loop failed: {step}: {error!r}", error=error)
+            return False
+        self._failing.pop(step, None)
+        return True
 
     def _poll(self) -> None:
-        self._server.poll([self._lanes.fd, *self._liveness.fds()], self._wait_s(), self._node_sockets.sockets())
+        """Wait, and choose the steps of this turn: those whose sources are ready; at a Tick all of them.
+
+        So what no descriptor announces, such as the death of a process that has none, waits for a Tick at most.
+        """
+        # IMPORTANT: a deadline stays until its Tick; that it passes while events are handled must not lose it.
+        wakes_at = self.core.wakes_at
+        if wakes_at is not None:
+            self._next_tick_at = min(self._next_tick_at, wakes_at)
+        sources: dict[int | zmq.Socket[bytes], str] = {self._lanes.fd: "results"}
+        sources |= dict.fromkeys(self._liveness.fds(), "deaths")
+        sources |= dict.fromkeys(self._node_sockets.sockets(), "workers")
+        ready = self._server.poll("messages", sources, self._next_tick_at - time.monotonic())
+        if time.monotonic() < self._next_tick_at:
+            self._due = ready
 
     def _take_messages(self) -> None:
         for peer, message in self._server.receive():
@@ -175,9 +194,13 @@ class Daemon:
             self._handle(event)
 
     def _take_deaths(self) -> None:
-        for session in self._liveness.dead():
+        dead = self._liveness.dead()
+        if dead:  # its last messages first: they may have the reason of a failure
+            self._do("messages", self._take_messages)
+        for session in dead:
             if session == OWNER:
                 self._has_owner = False
+                self._next_tick_at = time.monotonic()  # tells the core
                 text = f"process {self.config.while_pid}, which this worker was started for, has ended"
                 log.write("info", text)
             else:
@@ -188,34 +211,22 @@ class Daemon:
         self._is_memory_short = self.core.snapshot_registry.has_kept and self._memory_pressure.check(time.monotonic())
 
     def _tick(self) -> None:
-        now, state = time.monotonic(), (self._has_owner, self._is_memory_short)
-        if now >= self._next_tick_at or state != self._last_tick_state:
-            self._last_tick_at, self._last_tick_state = now, state
-            self._handle(ev.Tick(now=now, has_owner=self._has_owner, memory_short=self._is_memory_short))
+        now = time.monotonic()
+        self._next_tick_at = now + min(MAX_WAIT_S, self._observers.wait_s, self._liveness.poll_s or MAX_WAIT_S)
+        self._handle(ev.Tick(now=now, has_owner=self._has_owner, memory_short=self._is_memory_short))
 
     def _update_observers(self) -> None:
-        drains = self.core.tables.draining
-
         def report() -> dict[str, Any]:
             return self._report(self.core.report(has_all_mirrors=True))
 
-        self._observers.update(time.monotonic(), time.time(), report, drains=drains)
-
-    def _wait_s(self) -> float:
-        # IMPORTANT: computed before events are handled, so that a deadline that passes meanwhile is not missed.
-        wakes_at = self.core.wakes_at
-        self._next_tick_at = self._last_tick_at + MAX_WAIT_S
-        if wakes_at is not None:
-            self._next_tick_at = min(self._next_tick_at, wakes_at)
-        waits = (self._next_tick_at - time.monotonic(), self._observers.wait_s, self._liveness.poll_s or MAX_WAIT_S)
-        return max(0.0, min(waits))
+        self._observers.update(time.monotonic(), time.time(), report)
 
     def _handle(self, event: ev.Event) -> None:
         """Pass an event to the core, and perform its actions.
 
         IMPORTANT: nothing is raised. A bug at one event must not lose the snapshots of all trainers.
         """
-        self._do({type(event).__name__: partial(self._decide_and_perform, event)})
+        self._do(type(event).__name__, self._decide_and_perform, event)
 
     def _decide_and_perform(self, event: ev.Event) -> None:
         todo = deque([event])
@@ -245,7 +256,7 @@ class Daemon:
         if isinstance(event, ev.Received):
             refused = SaveFailedError(f"the worker failed: {error!r}; see its log", code="internal", detail=repr(error))
             answer = Refused(id=getattr(event.message, "id", 0), error=to_wire(refused))
-            self._do({"answer": partial(self._server.send, event.peer, answer)})
+            self._do("answer", self._server.send, event.peer, answer)
         save_id = _save_of(event, self.core.tables.slots)
         if save_id is None or isinstance(event, ev.InternalFault):
             return []
@@ -270,11 +281,11 @@ class Daemon:
             return True
         self._closed = True
         reason = self._exit.reason if self._exit else "closed"
-        self._do({"closing observers": partial(self._observers.close, reason)})
-        parts = (self._server, self._node_sockets, self._liveness, self._slots)
-        self._do({f"closing {type(part).__name__}": part.close for part in parts})
+        self._do("closing observers", self._observers.close, reason)
+        for part in (self._server, self._node_sockets, self._liveness, self._slots):
+            self._do(f"closing {type(part).__name__}", part.close)
         ended: list[bool] = []
-        self._do({"closing threads": lambda: ended.append(self._lanes.close(CLOSE_TIMEOUT_S))})
+        self._do("closing threads", lambda: ended.append(self._lanes.close(CLOSE_TIMEOUT_S)))
         return ended == [True]
 
     # ---- actions ----------------------------------------------------------------------------------------------------
@@ -294,6 +305,8 @@ class Daemon:
                 self._liveness.unwatch(action.session)
             case ac.Relay():
                 self._node_sockets.send(action.run, action.route, action.message)
+            case ac.Draining():
+                self._observers.draining()
             case ac.Exit():
                 self._exit = action
             case _:

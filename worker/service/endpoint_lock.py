@@ -105,5 +105,5 @@ def wait_for_endpoint(endpoint: str, supervisor: Supervisor) -> tuple[str, int]:
             waiting = True
             print(f"asyncckpt-worker: {endpoint} {ALREADY_SERVED}; waiting for its end", file=sys.stderr, flush=True)
             supervisor.ready(f"{endpoint} by another worker; this one waits for its end")
-        supervisor.alive(time.monotonic())
+        supervisor.alive()
         time.sleep(POLL_S)

@@ -42,13 +42,12 @@ class Supervisor:
         pid: PID of this process.
 
     Attributes:
-        interval_s: Interval at which `alive` must be called; None without a watchdog.
+        interval_s: How often `alive` must be called at least; None without a watchdog.
     """
 
     def __init__(self, environ: Mapping[str, str], pid: int) -> None:
         self._address = environ.get("NOTIFY_SOCKET", "")
         self.interval_s = _interval(environ, pid) if self._address else None
-        self._notified_at = float("-inf")
 
     def ready(self, serving: str) -> None:
         """Notify that the start is complete. `serving`: what is served, and by which worker, for the status text."""
@@ -58,10 +57,9 @@ class Supervisor:
         """Notify that the worker drains or exits."""
         self._notify(f"STOPPING=1\nSTATUS={text}")
 
-    def alive(self, now: float) -> None:
-        """Notify that the control loop is running, if the interval has passed."""
-        if self.interval_s is not None and now - self._notified_at >= self.interval_s:
-            self._notified_at = now
+    def alive(self) -> None:
+        """Notify that the control loop is running, if there is a watchdog."""
+        if self.interval_s is not None:
             self._notify("WATCHDOG=1")
 
     def _notify(self, text: str) -> None:
@@ -173,11 +171,10 @@ class Observers:
         self._exporter = _exporter(config.metrics) if config.metrics else None
         self._event_writer = EventWriter(config.roots) if config.events else None
         self._refreshed = float("-inf")
-        self._drains = False
 
     @property
     def wait_s(self) -> float:
-        """Maximum time that the control loop may sleep."""
+        """Maximum time between two calls of `update`."""
         return self._supervisor.interval_s or float("inf")
 
     @property
@@ -205,12 +202,13 @@ class Observers:
             if event_writer is not None:
                 self._guarded(lambda change=change: event_writer.write([change]))  # type: ignore[misc]
 
-    def update(self, monotonic: float, wall: float, report: Callable[[], Mapping[str, Any]], *, drains: bool) -> None:
-        """Refresh watchdog, metrics and drain state; once in each turn of the control loop."""
-        self._supervisor.alive(monotonic)
-        if drains and not self._drains:
-            self._drains = True
-            self._supervisor.stopping("draining")
+    def draining(self) -> None:
+        """Notify the service manager that a drain has begun."""
+        self._supervisor.stopping("draining")
+
+    def update(self, monotonic: float, wall: float, report: Callable[[], Mapping[str, Any]]) -> None:
+        """Refresh watchdog and metrics; with every Tick."""
+        self._supervisor.alive()
         exporter = self._exporter
         if exporter is not None and monotonic - self._refreshed >= REFRESH_S:
             self._refreshed = monotonic

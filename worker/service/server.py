@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import zmq
@@ -67,22 +67,19 @@ class Server:
         except (zmq.ZMQError, OSError) as error:
             raise EndpointError(f"cannot listen on {endpoint}: {error}", endpoint=endpoint, path=self._path) from error
 
-    def poll(self, fds: Iterable[int], timeout_s: float | None, others: Iterable[zmq.Socket[bytes]] = ()) -> set[int]:
-        """Wait for a message, for one of `fds`, or for a message of the sockets `others`.
+    def poll(self, name: str, others: Mapping[int | zmq.Socket[bytes], str], timeout_s: float) -> set[str]:
+        """Wait for a message, or until one of the descriptors and sockets in `others` is readable.
 
-        Blocks: at most `timeout_s`; None: without limit.
+        Blocks: at most `timeout_s`.
 
         Returns:
-            Those of `fds` that are readable.
+            Names of those of `others` that are readable, and `name` if there is a message.
         """
+        names = {self._socket: name, **others}
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        for fd in fds:
-            poller.register(fd, zmq.POLLIN)
-        for socket in others:
-            poller.register(socket, zmq.POLLIN)
-        ready = poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000) + 1))
-        return {found for found, _ in ready if isinstance(found, int)}
+        for source in names:
+            poller.register(source, zmq.POLLIN)
+        return {names[source] for source, _ in poller.poll(max(0, int(timeout_s * 1000) + 1))}
 
     def receive(self) -> Iterator[tuple[bytes, Message]]:
         """Yield peer and message of what has arrived, at most `BATCH`; messages that do not decode are refused."""
@@ -93,9 +90,11 @@ class Server:
                 return
             self._count("messages_received")
             try:
-                message = self._decode(frames)
-            except AsyncCkptError as error:
+                message = decode(frames, REQUESTS)
+            except Exception as error:  # no message may end the worker
                 self._count("messages_malformed")
+                if not isinstance(error, AsyncCkptError):
+                    error = ProtocolError(f"the message does not decode: {error!r}", detail="body")
                 self.send(peer, Refused(id=request_id(frames[:2]), error=to_wire(error)))
             else:
                 yield peer, message
@@ -108,15 +107,6 @@ class Server:
                 frames.append(frame)
             if not self._socket.getsockopt(zmq.RCVMORE):
                 return frames[0], frames[1:]
-
-    @staticmethod
-    def _decode(frames: list[bytes]) -> Message:
-        try:
-            return decode(frames, REQUESTS)
-        except AsyncCkptError:
-            raise
-        except Exception as error:  # no message may end the worker
-            raise ProtocolError(f"the message does not decode: {error!r}", detail="body") from error
 
     def send(self, peer: bytes, message: Message) -> None:
         """Send a message without waiting. If the peer is disconnected or does not read, the message is lost.

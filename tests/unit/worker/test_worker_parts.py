@@ -188,7 +188,7 @@ def talk(endpoint_dir: pathlib.Path) -> Iterator[tuple[Server, Callable[[], Any]
         return decode(socket.recv_multipart(), m.REPLIES)
 
     socket.send_multipart(encode(m.Status(id=7)))
-    server.poll([], 60.0)
+    server.poll("messages", {}, 60.0)
     assert [message for _, message in server.receive()] == [m.Status(id=7)]
     yield server, heard
     server.close()

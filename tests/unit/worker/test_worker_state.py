@@ -101,7 +101,7 @@ def test_status_and_drain_need_no_session_and_drain_is_answered_before_the_exit(
     bench.say(m.Status)
     assert bench.of(ac.SendStatus)
     bench.say(m.Drain, now=False)
-    assert [type(a) for a in bench.actions] == [ac.Send, ac.Exit]
+    assert [type(a) for a in bench.actions] == [ac.Send, ac.Draining, ac.Exit]
     assert bench.of(ac.Exit) == [ac.Exit(complete=True, reason="drained")]
 
 
