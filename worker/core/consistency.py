@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.protocol.samples import decode_samples, unequal
 from asyncckpt_worker.core.failures import SAME_CALLS, SAME_PLANS, SAME_SETTINGS
 from asyncckpt_worker.core.model import RankSave, Save, Slot
@@ -39,10 +38,9 @@ def disagreement(save: Save, part: RankSave) -> tuple[str, int, str] | None:
         if other.request and part.request and other.request.mirror != part.request.mirror:
             text = f"rank {part.rank} saves with mirror={part.request.mirror!r}, "
             return text + f"rank {other.rank} with mirror={other.request.mirror!r}", other.rank, SAME_SETTINGS
-        if _plan(other.request) != _plan(part.request) and other.request and part.request:
-            text = f"rank {part.rank} follows plan {_plan(part.request) or 'none'}, "
-            text += f"rank {other.rank} {_plan(other.request) or 'none'}"
-            return text, other.rank, SAME_PLANS
+        if other.request and part.request and other.request.plan != part.request.plan:
+            text = f"rank {part.rank} follows plan {part.request.plan or 'none'}, "
+            return text + f"rank {other.rank} {other.request.plan or 'none'}", other.rank, SAME_PLANS
     return None
 
 
@@ -61,10 +59,6 @@ def settle_step(save: Save, sealed: RankSave) -> None:
     for part in save.ranks.values() if sealed is first else [sealed]:
         if part.step is None:
             part.step = first.step
-
-
-def _plan(request: SaveRequest | None) -> str:
-    return request.plan if request else ""
 
 
 def unequal_samples(save: Save) -> list[tuple[str, bool, list[list[int]]]]:

@@ -282,8 +282,8 @@ class Core:
         t.touched.clear()
         if t.changed or t.announced:
             t.run_guarded("", notify, t)
-        if t.saves:
-            t.run_guarded("", t.archive_ended)
+        for save in [s for s in t.saves.values() if s.outcome is not None and not s.jobs]:
+            t.run_guarded("", t.archive, save)
         t.run_guarded("", self._shutdown.update)
         actions, t.actions = t.actions, []
         return actions

@@ -141,7 +141,7 @@ class RunRegistry:
 
     def record_outcome(self, save_id: SaveId, *, meet: bool) -> None:
         """Record and announce the outcome of a save: whether the ranks meet again after it. The first one counts."""
-        run = self._t.run_of(save_id)
+        run = self._t.runs.get(save_id.run_id)
         if run is not None and not run.followed and run.world_size > 1 and run.add_outcome(save_id.sequence, meet):
             self._t.announced[run.run_id] = None
 
@@ -150,7 +150,7 @@ class RunRegistry:
 
         A rank has withdrawn it, has departed without sealing it, or has departed before its hook has answered.
         """
-        run = self._t.run_of(save.save_id)
+        run = self._t.runs.get(save.save_id.run_id)
         if run is None:
             return None
         if run.world_size == save.world_size:

@@ -26,7 +26,7 @@ class SaveAdmission:
 
     def refuse_other_world(self, session: Session, save_id: SaveId) -> Wire | None:
         """Return an error if the save belongs to a world of another size, and end that save; else None."""
-        save, run = self._t.find(save_id), self._t.run_of(save_id)
+        save, run = self._t.find(save_id), self._t.runs.get(save_id.run_id)
         known = save.world_size if save is not None else run.world_size if run is not None else session.world_size
         if known == session.world_size:
             return None
@@ -170,7 +170,7 @@ class SaveAdmission:
 
     def consent(self, session: Session, m: Consent) -> None:
         """Handle the answer of a rank's `pre_commit` hook. The first one counts; other saves are ignored."""
-        run = self._t.run_of(SaveId.parse(m.save_id))
+        run = self._t.runs.get(SaveId.parse(m.save_id).run_id)
         if run is not None and run.members.get(session.rank) == session.name:
             run.hook_answered_at[session.rank] = self._t.now
             if run.followed:
@@ -230,7 +230,7 @@ class SaveAdmission:
 
     def _refuse_world(self, save_id: SaveId, rank: int, world_size: int, session: str) -> Wire:
         """Log and return the error of a rank of another world; end its save, unless that is being committed."""
-        save, run = self._t.find(save_id), self._t.run_of(save_id)
+        save, run = self._t.find(save_id), self._t.runs.get(save_id.run_id)
         known = save.world_size if save is not None else run.world_size if run is not None else 0
         error = other_world(save_id, known, rank, world_size)
         self._t.log("error", str(error["text"]), save_id=save_id, session=session, count="protocol_errors")

@@ -251,7 +251,8 @@ class SaveRegistry:
             self.advance(save, part, "written")
 
     def _whose_job(self, key: SaveKey, job: str) -> tuple[Save, RankSave] | None:
-        save, part = self._t.saves.get(key[0]), self._t.part(key)
+        save = self._t.saves.get(key[0])
+        part = save.ranks.get(key[1]) if save is not None else None
         return None if save is None or part is None or part.job != job else (save, part)
 
     def written_remotely(self, save: Save, part: RankSave, result: Any, report: Mapping[str, Any]) -> None:
@@ -375,7 +376,7 @@ class SaveRegistry:
         save.outcome = COMMITTED
         self._t.run_guarded("", self._mirror, save)  # as above: a bug in it must not keep the ranks waiting
         self._runs.record_outcome(save.save_id, meet=save.meet)
-        run = self._t.run_of(save.save_id)
+        run = self._t.runs.get(save.save_id.run_id)
         if run is not None and run.followed:
             run.found_committed[save.save_id.sequence] = (save.meet, self._t.now)
         for part in save.ranks.values():
@@ -484,7 +485,7 @@ def outcome_or_unknown(t: Tables, save: Save, outcome: str, error: Wire) -> tupl
     """
     if save.may_be_committed:
         return UNKNOWN, unchecked(save, error)
-    run = t.run_of(save.save_id)
+    run = t.runs.get(save.save_id.run_id)
     if run is None or not run.leader_unreachable or not any(e.from_dead_worker for e in save.ranks.values()):
         return outcome, error
     why = f"it cannot be followed from here; {error.get('text', '')}"
@@ -497,7 +498,7 @@ def compare(t: Tables, save: Save, digests: ContentDigests | None) -> Mapping[st
     A warning is logged if nothing has changed. After a save without digests, the next save is not compared.
     """
     saved = save.save_id
-    run = t.run_of(saved)
+    run = t.runs.get(saved.run_id)
     if run is None:
         return {}
     part = save.ranks[min(save.ranks)]
@@ -640,7 +641,7 @@ def deadline(t: Tables, save: Save) -> tuple[float, RankSave | None]:
         if part.follower and awaited:
             last_message_at = t.last_message_at.get(part.follower, since)
             found = min(found, (max(since, last_message_at) + save.timeout_s, None), key=lambda pair: pair[0])
-    run, turn = t.run_of(save.save_id), save.hooks_since
+    run, turn = t.runs.get(save.save_id.run_id), save.hooks_since
     answered_at = run.hook_answered_at if run is not None else {}
     if save.waiting_since is not None and has_earlier_open_save(save, t.saves):
         turn = save.waiting_since + save.timeout_s  # as the commit, which waits for earlier saves until then

@@ -64,7 +64,7 @@ def note_phase_change(t: Tables, save: Save, part: RankSave, found: list[PhaseCh
     ends = save.outcome is not None and not save.end_reported
     if ends:
         save.end_reported = True
-    session, run = t.sessions.get(part.session), t.run_of(save.save_id)
+    session, run = t.sessions.get(part.session), t.runs.get(save.save_id.run_id)
     if part.phase in (DURABLE, COMMITTED) and was not in (DURABLE, COMMITTED) and session is not None:
         session.durable = (part.step, t.now)
     if ends and save.outcome == COMMITTED and run is not None:

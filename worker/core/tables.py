@@ -328,17 +328,13 @@ class Tables:
         found = self.saves.values()
         return [s for s in found if s.outcome is None and run_id in (None, s.save_id.run_id)]
 
-    def run_of(self, save_id: SaveId) -> Run | None:
-        """Return the run of a save, or None if it is unknown."""
-        return self.runs.get(save_id.run_id)
-
     def parts(self) -> Iterable[tuple[Save, RankSave]]:
         """Yield every part in `saves`, with its save."""
         return ((save, part) for save in self.saves.values() for part in save.ranks.values())
 
     def is_followed(self, save_id: SaveId) -> bool:
         """Whether another worker leads the run of this save."""
-        run = self.run_of(save_id)
+        run = self.runs.get(save_id.run_id)
         return run is not None and run.followed
 
     @property
@@ -347,9 +343,10 @@ class Tables:
         jobs = self.lineage_scans + len(self.freeing) + self.n_reading
         return jobs + sum(save.jobs for save in self.saves.values())
 
-    def archive_ended(self) -> None:
-        """Move ended saves without outstanding jobs to `ended`, at the end of an event."""
-        for save in [s for s in self.saves.values() if s.outcome is not None and not s.jobs]:
-            del self.saves[save.save_id]  # IMPORTANT: first. A save of which no record can be made is forgotten.
-            self.run_guarded("", self.ended.add, save)
+    def archive(self, save: Save) -> None:
+        """Move an ended save without outstanding jobs to `ended`, at the end of an event."""
+        del self.saves[save.save_id]  # IMPORTANT: first. A save of which no record can be made is forgotten.
+        try:
+            self.ended.add(save)
+        finally:
             save.ranks, save.declarations = {}, {}

@@ -175,7 +175,7 @@ class Daemon:
         if wakes_at is not None:
             self._next_tick_at = min(self._next_tick_at, wakes_at)
         sources: dict[int | zmq.Socket[bytes], str] = {self._lanes.fd: "results"}
-        sources |= dict.fromkeys(self._liveness.fds(), "deaths")
+        sources |= dict.fromkeys(self._liveness.fds, "deaths")
         sources |= dict.fromkeys(self._node_sockets.sockets(), "workers")
         ready = self._server.poll("messages", sources, self._next_tick_at - time.monotonic())
         if time.monotonic() < self._next_tick_at:

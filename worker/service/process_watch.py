@@ -16,6 +16,9 @@ class Liveness:
 
     Args:
         use_pidfd: False uses start times only, for tests.
+
+    Attributes:
+        fds: Descriptors that become readable when a watched process dies: one epoll descriptor at most.
     """
 
     def __init__(self, *, use_pidfd: bool = True) -> None:
@@ -24,6 +27,7 @@ class Liveness:
         self._sessions: dict[int, str] = {}
         self._polled: dict[str, ProcessWatch] = {}
         self._epoll: select.epoll | None = None
+        self.fds: list[int] = []
 
     @property
     def uses_pidfd(self) -> bool:
@@ -39,7 +43,9 @@ class Liveness:
         self._watched[session] = found
         if found.fd >= 0:
             try:
-                self._epoll = self._epoll or select.epoll()
+                if self._epoll is None:
+                    self._epoll = select.epoll()
+                    self.fds = [self._epoll.fileno()]
                 self._epoll.register(found.fd, select.EPOLLIN)
                 self._sessions[found.fd] = session
             except OSError:  # no descriptor, or too many watches: its start time is polled
@@ -59,10 +65,6 @@ class Liveness:
             with contextlib.suppress(OSError):  # the death must be reported although its descriptor fails
                 self._epoll.unregister(found.fd)
         found.close()
-
-    def fds(self) -> list[int]:
-        """Return the descriptors that become readable when a watched process dies: one epoll descriptor at most."""
-        return [] if self._epoll is None else [self._epoll.fileno()]
 
     @property
     def poll_s(self) -> float | None:
@@ -85,4 +87,4 @@ class Liveness:
                 self.unwatch(session)
         if self._epoll is not None:
             self._epoll.close()
-            self._epoll = None
+            self._epoll, self.fds = None, []

@@ -246,13 +246,13 @@ def test_liveness_tells_the_living_from_the_dead_and_the_mistaken(use_pidfd: boo
     assert not liveness.watch("other", os.getpid(), started + 1)
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as child:
         assert liveness.watch("child", child.pid, start_ticks(child.pid) or 0)
-        assert liveness.dead() == [] and (liveness.poll_s is None) == use_pidfd and len(liveness.fds()) == use_pidfd
+        assert liveness.dead() == [] and (liveness.poll_s is None) == use_pidfd and len(liveness.fds) == use_pidfd
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert liveness.dead() == ["child"] and liveness.dead() == []
     assert not liveness.watch("child", child.pid, started)
     liveness.close()
-    assert liveness.fds() == []
+    assert liveness.fds == []
 
 
 @pytest.mark.parametrize("use_pidfd", [True, False])
@@ -260,4 +260,4 @@ def test_liveness_tells_the_living_from_the_dead_and_the_mistaken(use_pidfd: boo
 def test_a_number_that_no_process_can_have_is_a_dead_one(pid: int, use_pidfd: bool) -> None:
     liveness = Liveness(use_pidfd=use_pidfd)
     assert liveness.watch("s", pid, 1) is False
-    assert liveness.fds() == [] and liveness.dead() == []
+    assert liveness.fds == [] and liveness.dead() == []
