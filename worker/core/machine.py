@@ -261,11 +261,11 @@ class Core:
         if self._runs.leaving:
             # IMPORTANT: before slots are freed, so that saves end with the reason of the departure, not "not sealed".
             t.run_guarded("", self._end_departed)
-        if t.review_closing_slots:
+        if t.closing and t.review_closing_slots:
             t.run_guarded("", self._slot_registry.abandon_released)
         if self._saves.commits_waiting:
             t.run_guarded("", self._saves.commit_waiting)
-        if t.review_closing_slots or t.now >= self.snapshot_registry.decides_at:
+        if t.closing and (t.review_closing_slots or t.now >= self.snapshot_registry.decides_at):
             t.run_guarded("", self._slot_registry.free_unneeded)
         if t.postponed:
             t.run_guarded("", self._slot_registry.create_postponed)

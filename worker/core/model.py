@@ -504,9 +504,6 @@ class Run:
     departed: dict[int, str] = field(default_factory=dict)
     """Rank -> why its session ended. Its slots have been read since then."""
 
-    highest: int = -1
-    """The highest sequence number that was received."""
-
     withdrawn: dict[int, Wire] = field(default_factory=dict)
     """Sequence -> why that save can never be committed."""
 

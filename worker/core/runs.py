@@ -124,12 +124,6 @@ class RunRegistry:
 
     # ---- saves that can never commit, and outcomes ------------------------------------------------------------------
 
-    def note_sequence(self, save_id: SaveId, world_size: int) -> Run:
-        """Update the highest sequence of the run."""
-        run = self._open(save_id.run_id, world_size)
-        run.highest = max(run.highest, save_id.sequence)
-        return run
-
     def withdraw(self, run: Run, sequence: int, error: Wire) -> None:
         """Record that a save can never be committed; the first reason is kept."""
         run.withdrawn.setdefault(sequence, error)

@@ -47,7 +47,6 @@ class SaveAdmission:
         """
         save_id = SaveId.parse(message.save_id)
         self._runs.join(session, save_id.run_id)
-        self._runs.note_sequence(save_id, session.world_size)
         save = self._open(save_id, session.world_size)
         slot = None if session.follower else self._t.slots.get(message.slot)
         adopted = slot.adopted_generation if slot is not None else -1
@@ -132,7 +131,6 @@ class SaveAdmission:
             return None
         # IMPORTANT: before the part is added: the earlier save in this slot may use the same path.
         self.supersede(slot, save_id, generation)
-        self._runs.note_sequence(save_id, request.world_size)
         save = self._open(save_id, request.world_size, request.rank)
         part = save.ranks.get(request.rank)
         if part is None:
@@ -153,7 +151,6 @@ class SaveAdmission:
         if run is None or self._runs.is_other_sessions(run, session):
             text = f"rank {session.rank} of {session.world_size} withdrew a save of another session or world; ignored"
             return self._t.log("error", text, save_id=m.save_id, session=session.name, count="protocol_errors")
-        self._runs.note_sequence(parsed, session.world_size)
         if run.followed:
             row = {"save_id": m.save_id, "rank": session.rank, "reason": m.reason, "skipped": m.skipped}
             run.declined = [*run.declined, row][-MAX_DECLINED:]

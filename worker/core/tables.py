@@ -210,7 +210,7 @@ class Tables:
     """Adopted slots that hold snapshots of committed saves, with their requests, until the saves are recorded."""
 
     review_closing_slots: bool = False
-    """This event may allow closing or kept slots to be freed, lent again, or abandoned."""
+    """Since the last review, something has happened that may allow closing or kept slots to be freed or abandoned."""
 
     n_reading: int = 0
     """Number of slots that are being read, or opened to be read."""
