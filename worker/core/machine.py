@@ -110,6 +110,7 @@ class Shutdown:
 
     Attributes:
         has_owner: Whether the worker must not exit when idle; from the last Tick.
+        idle_since: Since when the worker has had nothing to do; None: it has something to do.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Shutdown:
     ) -> None:
         self._t, self._slot_registry, self._config = tables, slot_registry, config
         self._mirrors, self._has_unacknowledged = mirrors, has_unacknowledged
-        self._idle_since: float | None = tables.now
+        self.idle_since: float | None = tables.now
         self.has_owner = False
         self._drain_deadline: float | None = None
         self._why = "drain timeout"
@@ -136,8 +137,8 @@ class Shutdown:
             yield self._drain_deadline
         if self._t.draining:
             yield self._grace_deadline
-        if self._idle_since is not None and self._config.idle_exit_s > 0:
-            yield self._idle_since + self._config.idle_exit_s
+        if self.idle_since is not None and self._config.idle_exit_s > 0:
+            yield self.idle_since + self._config.idle_exit_s
 
     def drain(self, immediately: bool, why: str) -> None:
         t = self._t
@@ -160,7 +161,7 @@ class Shutdown:
             return
         busy = self.has_owner or t.sessions or t.n_reading or t.lineage_scans or self._mirrors.is_behind
         idle = not busy and not any(s.unfinished for s in t.saves.values())
-        self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
+        self.idle_since = (t.now if self.idle_since is None else self.idle_since) if idle else None
         if self._drain_deadline is not None:
             unfinished = [s for s in t.saves.values() if s.unfinished]
             staging = self._staging(self._drain_deadline)
@@ -186,7 +187,7 @@ class Shutdown:
                     text = f"{len(unfinished)} saves are unfinished and will not be committed ({self._why})"
                     t.log("error", text, unfinished_saves=[s.save_id for s in unfinished[:20]])
                 self._leave(not unfinished, self._why)
-        elif self._idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self._idle_since:
+        elif self.idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self.idle_since:
             self._leave(True, "idle")
 
     def _staging(self, drain_deadline: float) -> bool:
@@ -284,7 +285,10 @@ class Core:
             t.run_guarded("", notify, t)
         for save in [s for s in t.saves.values() if s.outcome is not None and not s.jobs]:
             t.run_guarded("", t.archive, save)
-        t.run_guarded("", self._shutdown.update)
+        if t.sessions and not t.draining:
+            self._shutdown.idle_since = None  # trainers need the worker
+        else:
+            t.run_guarded("", self._shutdown.update)
         actions, t.actions = t.actions, []
         return actions
 
