@@ -312,9 +312,17 @@ class Core:
     @property
     def wakes_at(self) -> float | None:
         """When the next Tick is due, by the clock of the events; None: no deadline is pending."""
-        times = [*self._shutdown.times(), *self._leader.times(), *self._follower.times(), *self._mirrors.times()]
-        times += [save.next_deadline_at for save in self.tables.saves.values() if save.outcome is None]
-        return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
+        t = self.tables
+        times = [save.next_deadline_at for save in t.saves.values() if save.outcome is None]
+        if t.draining or not t.sessions:
+            times += self._shutdown.times()
+        if self._follower.followed:
+            times += self._follower.times()
+        if self._leader.followers:
+            times += self._leader.times()
+        if self._mirrors.pending:
+            times += self._mirrors.times()
+        return min((at for at in times if t.now <= at < float("inf")), default=None)
 
     def report(self, *, has_all_mirrors: bool = False) -> dict[str, Any]:
         """Return the core's part of the status report; `has_all_mirrors`: as `has_all` of `MirrorRegistry.rows`."""

@@ -57,7 +57,7 @@ class SaveAdmission:
             clean_up(self._t, save)  # files that its former worker may have written
         elif not part.ended and not save.failed_locally:
             self._t.log("debug", "staging", save_id=save.save_id, session=session.name, count="saves_begun")
-        return part.error if not had_ended and kind_of(part.error or {}) == "path_in_use" else None
+        return part.error if part.error and not had_ended and kind_of(part.error) == "path_in_use" else None
 
     # ---- the seal ---------------------------------------------------------------------------------------------------
 
