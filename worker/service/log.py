@@ -55,14 +55,14 @@ class HumanFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-        facts = " ".join(f"{name}={_short(value)}" for name, value in _facts(record).items() if value is not None)
+        facts = " ".join(
+            f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in _facts(record).items()
+            if value is not None
+        )
         line = f"{when} {record.levelname:7} {record.getMessage()}" + (f"  [{facts}]" if facts else "")
         line = line.replace("\n", " ")
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 class RotatingHandler(logging.StreamHandler[TextIO]):
