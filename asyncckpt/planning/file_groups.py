@@ -16,11 +16,13 @@ from asyncckpt.format.layout import PAGE_NBYTES, SMALL_HEADER_UNIT, BoxSpec, Lay
 from asyncckpt.format.structure import Chunk
 
 MAX_ROLES = 256
-"""If there are more, tensors of one size share files instead, whatever their names. Chosen: a file costs about a
-millisecond, and a model with its optimizer's state has 20 to 100."""
+"""If there are more, tensors of one size share files instead, whatever their names. Chosen: a model with its
+optimizer's state has 20 to 100."""
 
-SMALL_NBYTES = 64 << 10
-"""Roles that have fewer bytes in all share one file. Chosen."""
+SMALL_NBYTES = 4 << 10
+SMALL_NBYTES_OF_MANY = 64 << 10
+"""Roles that have fewer bytes in all share one file; the larger limit counts if more than `MAX_ROLES` reach the smaller
+one. Chosen: norms of a frozen base, often less than 64 KiB, are not written with an adapter (ADR 0067)."""
 
 MIN_FILE_NBYTES = 16 << 20
 MAX_FILES_BY_NBYTES = 64
@@ -47,13 +49,14 @@ def group_by_role(boxes: Sequence[tuple[str, int]], n_files: int = 1) -> list[li
     Returns:
         The groups, as positions in `boxes`; each position once.
     """
-    ways: list[Callable[[str, int], Hashable]] = [
-        lambda fqn, nbytes: (_NUMBER.sub("#", fqn), nbytes),
-        lambda fqn, nbytes: nbytes,
-        lambda fqn, nbytes: nbytes.bit_length(),
+    ways: list[tuple[Callable[[str, int], Hashable], int]] = [
+        (lambda fqn, nbytes: (_NUMBER.sub("#", fqn), nbytes), SMALL_NBYTES),
+        (lambda fqn, nbytes: (_NUMBER.sub("#", fqn), nbytes), SMALL_NBYTES_OF_MANY),
+        (lambda fqn, nbytes: nbytes, SMALL_NBYTES_OF_MANY),
+        (lambda fqn, nbytes: nbytes.bit_length(), SMALL_NBYTES_OF_MANY),
     ]
-    for key_of in ways:
-        small, roles = _small_and_others(boxes, key_of)
+    for key_of, small_nbytes in ways:
+        small, roles = _small_and_others(boxes, key_of, small_nbytes)
         if len(roles) <= MAX_ROLES:
             break
     total = sum(nbytes for _, nbytes in boxes)
@@ -73,16 +76,16 @@ def group_by_role(boxes: Sequence[tuple[str, int]], n_files: int = 1) -> list[li
 
 
 def _small_and_others(
-    boxes: Sequence[tuple[str, int]], key_of: Callable[[str, int], Hashable]
+    boxes: Sequence[tuple[str, int]], key_of: Callable[[str, int], Hashable], small_nbytes: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the positions of the boxes whose keys have few bytes, and those of each other key."""
+    """Return the positions of the boxes whose keys have less than `small_nbytes`, and those of each other key."""
     by_key: dict[Hashable, list[int]] = {}
     for n, (fqn, nbytes) in enumerate(boxes):
         by_key.setdefault(key_of(fqn, nbytes), []).append(n)
     small: list[int] = []
     others: list[list[int]] = []
     for members in by_key.values():
-        if sum(boxes[n][1] for n in members) < SMALL_NBYTES:
+        if sum(boxes[n][1] for n in members) < small_nbytes:
             small += members
         else:
             others.append(members)

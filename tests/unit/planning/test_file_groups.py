@@ -23,8 +23,8 @@ def named(boxes: Sequence[tuple[str, int]], groups: Sequence[Sequence[int]]) -> 
 def test_tensors_of_one_role_share_files_and_small_roles_share_one() -> None:
     boxes = []
     for n in range(3):
-        boxes += [(f"layers.{n}.q.weight", MIB), (f"layers.{n}.norm", 1024), (f"layers.{n}.q.lora", 40_000)]
-    boxes.append(("head.lora", 40_000))
+        boxes += [(f"layers.{n}.q.weight", MIB), (f"layers.{n}.norm", 1024), (f"layers.{n}.q.lora", 2048)]
+    boxes.append(("head.lora", 2048))
     assert named(boxes, group_by_role(boxes)) == [
         ["layers.0.norm", "layers.1.norm", "layers.2.norm", "head.lora"],
         ["layers.0.q.weight", "layers.1.q.weight", "layers.2.q.weight"],
@@ -62,6 +62,13 @@ def test_of_too_many_roles_those_of_one_size_or_of_similar_ones_share_files(size
     assert len(boxes) > MAX_ROLES
     groups = group_by_role(boxes)
     assert len(groups) == 2 and list(itertools.chain(*groups)) == list(range(300))
+
+
+def test_of_too_many_roles_those_below_64_kib_share_one_file() -> None:
+    boxes = [(f"part_{chr(97 + n // 26)}{chr(97 + n % 26)}", 100_000 if n % 100 == 0 else 8192) for n in range(300)]
+    small, *others = group_by_role(boxes)
+    assert len(small) == 297 and [boxes[n][1] for (n,) in others] == [100_000] * 3
+    assert len(group_by_role(boxes[:MAX_ROLES])) == MAX_ROLES
 
 
 BOXES = st.lists(
