@@ -360,9 +360,10 @@ class WorkerClient(CheckpointProcess):
     def _send_submit(self, session: Session, save_id: SaveId | str, slot: Slot, *, may_fail: bool = True) -> None:
         """Let the worker write a slot. `may_fail`: a refusal fails the save."""
         save = str(save_id)
-        build: Callable[[int], messages.Message] = lambda n: messages.Submit(  # noqa: E731
-            id=n, save_id=save, slot=slot.number, generation=slot.generation
-        )
+
+        def build(n: int) -> messages.Message:
+            return messages.Submit(id=n, save_id=save, slot=slot.number, generation=slot.generation)
+
         session.request(build, NO_TIMEOUT_S, partial(self._on_answer, save) if may_fail else None)
 
     def _announce(self, session: Session, save: UnfinishedSave, slot: Slot) -> None:

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncckpt.basics.limits import MAX_RANKS
 from asyncckpt.errors import CheckpointNotCommittedError, CorruptCheckpointError, UnsupportedFormatError
@@ -239,15 +239,15 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
     """
     try:
         raw = unsealed(data, path)
-        state = raw.get("state")
-        if state == STATE_ABANDONED:
+        _check_fields(raw, {"state": str})
+        if raw["state"] == STATE_ABANDONED:
             raise CheckpointNotCommittedError(
                 f"{path} holds a save that was begun, never committed, and given up by a clean-up; load another "
                 "checkpoint",
                 path=path,
             )
-        if state != STATE_COMMITTED:
-            raise ValueError(f"field `state` is {state!r}, expected {STATE_COMMITTED!r} or {STATE_ABANDONED!r}")
+        if raw["state"] != STATE_COMMITTED:
+            raise ValueError(f"field `state` is {raw['state']!r}, expected {STATE_COMMITTED!r} or {STATE_ABANDONED!r}")
         return _checked_manifest(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         if isinstance(error, (UnsupportedFormatError, CorruptCheckpointError)):
@@ -303,8 +303,11 @@ def _refuse_newer(data: bytes, path: str) -> None:
         )
 
 
+Expected: TypeAlias = type | range
+"""What the value of a field may be: one of a type (`object`: anything), or an integer of a range."""
+
 _NUMBER = range(_MAX_INT + 1)
-_MANIFEST_FIELDS: Mapping[str, type | range] = {
+_MANIFEST_FIELDS: Mapping[str, Expected] = {
     "save_id": str,
     "step": range(-_MAX_INT, _MAX_INT + 1),
     "world_size": range(1, MAX_RANKS + 1),
@@ -315,17 +318,16 @@ _MANIFEST_FIELDS: Mapping[str, type | range] = {
     "timings": dict,
     "ranks": list,
 }
-_RANK_FIELDS: Mapping[str, type | range] = {
-    "rank": _NUMBER,
-    "index": str,
+_RANK_FIELDS: Mapping[str, Expected] = {
+    "rank": object,  # which number and name these two must be, depends on the rank: `_checked_rank`
+    "index": object,
     "index_nbytes": _NUMBER,
     "index_checksum": str,
     "tensors": _NUMBER,
     "files": _NUMBER,
     "nbytes": _NUMBER,
 }
-_DCP_FIELDS: Mapping[str, type | range] = {"nbytes": _NUMBER, "checksum": str}
-"""Required fields: their type, `object` for any, or the integers that they may be."""
+_DCP_FIELDS: Mapping[str, Expected] = {"nbytes": _NUMBER, "checksum": str}
 
 _JSON_TYPES = {
     bool: "true or false",
@@ -338,12 +340,12 @@ _JSON_TYPES = {
 }
 
 
-def _check_fields(raw: Mapping[str, Any], fields: Mapping[str, type | range], where: str = "") -> None:
+def _check_fields(raw: Mapping[str, Any], fields: Mapping[str, Expected], where: str = "") -> None:
     """Check that `raw` has these fields, with values as they say; a bool is not an integer.
 
     Args:
         raw: The decoded object.
-        fields: As `_MANIFEST_FIELDS`.
+        fields: Each required field, and what it may be.
         where: For messages, the part of the document that `raw` is.
 
     Raises:
@@ -402,7 +404,7 @@ def _checked_rank(raw: Any, number: int, save_id: SaveId) -> RankRecord:
     if type(raw) is not dict:
         raise ValueError(f"entry {number} of `ranks` is {_JSON_TYPES[type(raw)]}, expected an object")
     _check_fields(raw, _RANK_FIELDS, where)
-    if raw["rank"] != number:
+    if type(raw["rank"]) is not int or raw["rank"] != number:
         raise ValueError(f"field `rank`{where} is {raw['rank']!r}, expected {number}")
     if raw["index"] != expected:
         raise ValueError(f"field `index`{where} is {raw['index']!r}, expected {expected!r}")

@@ -15,7 +15,6 @@ import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
@@ -175,8 +174,8 @@ def encode_values(values: Iterable[Any], extend: Extend | None = None, depth: in
         elif kind in _SEQUENCES:
             yield {"$": _SEQUENCES[kind], "v": [*encode_values(value, extend, depth + 1)]}
         elif kind is dict:
-            inner = encode_values(chain.from_iterable(value.items()), extend, depth + 1)
-            yield {"$": "dict", "v": [[key, next(inner)] for key in inner]}
+            keys, members = encode_values(value, extend, depth + 1), encode_values(value.values(), extend, depth + 1)
+            yield {"$": "dict", "v": [[key, member] for key, member in zip(keys, members, strict=True)]}
         elif isinstance(value, deque):
             yield {"$": "deque", "v": [value.maxlen, [*encode_values(value, extend, depth + 1)]]}
         elif kind is slice:
@@ -297,9 +296,10 @@ def _decode_tagged(raw: dict[str, Any], make: Make | None, depth: int) -> Any:
             raise ValueError(f"a deque has {len(members)} members and maxlen {maxlen!r}")
         payload = maxlen, [*_decode_each(members, make, depth + 1)]
     elif tag == "dict":
-        pairs = map(list_of, list_of(payload))
-        inner = _decode_each((one for key, value in pairs for one in (key, value)), make, depth + 1)
-        payload = [(key, next(inner)) for key in inner]
+        pairs = [(key, member) for key, member in map(list_of, list_of(payload))]
+        keys = _decode_each((key for key, _ in pairs), make, depth + 1)
+        members = _decode_each((member for _, member in pairs), make, depth + 1)
+        payload = [*zip(keys, members, strict=True)]
     return _MAKERS[tag](payload)
 
 

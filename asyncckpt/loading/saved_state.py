@@ -683,11 +683,14 @@ class NewValues:
         reused: Reused,
     ) -> None:
         self.leaves: set[Node] = set()
-        containers = [node for node in nodes if node[0] in CONTAINERS]
-        self.leaves.update(node for node in nodes if node[0] not in CONTAINERS)
-        for node in containers:
-            self.leaves.update(leaf for _, leaf in leaves(node))
-            self.leaves.update((OBJECT, number) for number in _numbers_in_containers(node))
+        containers: list[Node] = []
+        for node in nodes:
+            if node[0] in CONTAINERS:
+                containers.append(node)
+                self.leaves.update(leaf for _, leaf in leaves(node))
+                self.leaves.update((OBJECT, number) for number in _numbers_in_containers(node))
+            else:
+                self.leaves.add(node)
         self._map_location = map_location
         wanted = {n: saved.object_at(n) for n in sorted(n for kind, n in self.leaves if kind == OBJECT)}
         self._objects = dict(zip(wanted, objects.values(wanted.values()), strict=True))

@@ -91,13 +91,8 @@ class Targets:
     def _way_to(self, path: Path) -> tuple[list[tuple[Any, Any]], Any]:
         """Return each container around the value at a path with the key that leads on, the outermost first; and the
         value. A `PerRank` is a container with the key None."""
-        value, rest = self._root, path
-        for length in range(len(path) + 1) if self._modules else ():
-            module = self._modules.get(path[:length])
-            if module is not None:
-                value, rest = module.state, path[length:]
-                break
         way = []
+        value, rest = self._located(path)
         for key in python_keys(rest):
             while isinstance(value, PerRank):
                 way.append((value, None))
@@ -121,7 +116,7 @@ class Targets:
         """
         _, value = self._way_to(path)
         is_empty_mapping = isinstance(value, MutableMapping) and not value
-        if not (is_empty_mapping or is_empty_object(value)) or self.module_at(path) is not None:
+        if not (is_empty_mapping or is_empty_object(value)) or self._located(path)[0] is not self._root:
             return None
         is_filled_in_place = is_empty_mapping or (value is not None and not value)
 
@@ -136,6 +131,15 @@ class Targets:
     def leave_as_is(self, container: Any) -> None:
         """Keep an empty container empty: if it has other names, it is replaced there instead of filled."""
         self._claimed_containers.add(id(container))
+
+    def _located(self, path: Path) -> tuple[Any, Path]:
+        """Return what has the value at a path, and the rest of the path in it: the state of a module, or the target."""
+        if self._modules:
+            for length in range(len(path) + 1):
+                module = self._modules.get(path[:length])
+                if module is not None:
+                    return module.state, path[length:]
+        return self._root, path
 
     @property
     def modules(self) -> list[ModuleTarget]:

@@ -234,8 +234,12 @@ def manifest_or_error(path: str, store: Store) -> Manifest | None:
         OSError: A call failed, so it is unknown whether there is a manifest.
     """
     try:
-        return decode_manifest(read_record(path, store), path)
-    except (FileNotFoundError, AsyncCkptError):
+        data = read_record(path, store)
+    except FileNotFoundError:
+        return None
+    try:
+        return decode_manifest(data, path)
+    except AsyncCkptError:
         return None
 
 
@@ -339,7 +343,7 @@ def refuse_existing(path: str, save_id: SaveId, store: Store, *, overwrite: bool
     except OSError as error:
         if error.errno not in _NO_MANIFEST:
             raise
-        data = b""
+        data = b""  # neither a manifest nor a tombstone
     try:
         existing = decode_manifest(data, path)
     except AsyncCkptError:

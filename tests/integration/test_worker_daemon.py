@@ -31,6 +31,7 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import MANIFEST_NAME, SaveId
 from asyncckpt.protocol import messages as m
 from asyncckpt.protocol.codec import MAX_FRAME_NBYTES, encode
+from asyncckpt.protocol.identity import POLL_S
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
@@ -380,6 +381,25 @@ def test_death_of_a_process_is_noticed_without_a_pidfd(endpoint: str, tmp_path: 
         eventually(lambda: pathlib.Path(path, MANIFEST_NAME).exists())
         with Client(endpoint) as client:
             eventually(lambda: not status(client)["slots"])
+
+
+def test_a_process_without_a_pidfd_is_looked_at_from_its_first_message_on(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[float] = []
+    watching: list[float] = []
+    with running(endpoint, liveness=Liveness(use_pidfd=False)) as worker, Client(endpoint) as client:
+        poll, tables = worker.daemon._server.poll, worker.daemon.core.tables
+
+        def noted(name: str, others: Any, timeout_s: float) -> set[str]:
+            (watching if tables.sessions else alone).append(timeout_s)
+            return poll(name, others, timeout_s)
+
+        monkeypatch.setattr(worker.daemon._server, "poll", noted)
+        eventually(lambda: alone and alone[-1] > 4 * POLL_S)  # the next Tick is far
+        client.hello()
+        eventually(lambda: watching)
+    assert max(watching) <= POLL_S
 
 
 def test_message_to_a_restarted_worker_is_refused_as_unknown(endpoint: str) -> None:

@@ -110,7 +110,6 @@ class Shutdown:
 
     Attributes:
         has_owner: Whether the worker must not exit when idle; from the last Tick.
-        idle_since: Since when the worker has had nothing to do; None: it has something to do.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Shutdown:
     ) -> None:
         self._t, self._slot_registry, self._config = tables, slot_registry, config
         self._mirrors, self._has_unacknowledged = mirrors, has_unacknowledged
-        self.idle_since: float | None = tables.now
+        self._idle_since: float | None = tables.now
         self.has_owner = False
         self._drain_deadline: float | None = None
         self._why = "drain timeout"
@@ -137,8 +136,8 @@ class Shutdown:
             yield self._drain_deadline
         if self._t.draining:
             yield self._grace_deadline
-        if self.idle_since is not None and self._config.idle_exit_s > 0:
-            yield self.idle_since + self._config.idle_exit_s
+        if self._idle_since is not None and self._config.idle_exit_s > 0:
+            yield self._idle_since + self._config.idle_exit_s
 
     def drain(self, immediately: bool, why: str) -> None:
         t = self._t
@@ -159,9 +158,9 @@ class Shutdown:
         t = self._t
         if self._exiting:
             return
-        busy = self.has_owner or t.sessions or t.n_reading or t.lineage_scans or self._mirrors.is_behind
+        busy = t.sessions or self.has_owner or t.n_reading or t.lineage_scans or self._mirrors.is_behind
         idle = not busy and not any(s.unfinished for s in t.saves.values())
-        self.idle_since = (t.now if self.idle_since is None else self.idle_since) if idle else None
+        self._idle_since = (t.now if self._idle_since is None else self._idle_since) if idle else None
         if self._drain_deadline is not None:
             unfinished = [s for s in t.saves.values() if s.unfinished]
             staging = self._staging(self._drain_deadline)
@@ -187,7 +186,7 @@ class Shutdown:
                     text = f"{len(unfinished)} saves are unfinished and will not be committed ({self._why})"
                     t.log("error", text, unfinished_saves=[s.save_id for s in unfinished[:20]])
                 self._leave(not unfinished, self._why)
-        elif self.idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self.idle_since:
+        elif self._idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self._idle_since:
             self._leave(True, "idle")
 
     def _staging(self, drain_deadline: float) -> bool:
@@ -276,6 +275,7 @@ class Core:
             t.run_guarded("", self.snapshot_registry.answer)
         if t.touched:
             t.run_guarded("", self._note_touched)
+        # Without a leader or followers, these two only empty what was noted for them.
         if self._follower.followed or t.to_report:
             t.run_guarded("", self._follower.flush)
         if self._leader.followers or self._mirrors.new_failures:
@@ -285,10 +285,7 @@ class Core:
             t.run_guarded("", notify, t)
         for save in [s for s in t.saves.values() if s.outcome is not None and not s.jobs]:
             t.run_guarded("", t.archive, save)
-        if t.sessions and not t.draining:
-            self._shutdown.idle_since = None  # trainers need the worker
-        else:
-            t.run_guarded("", self._shutdown.update)
+        t.run_guarded("", self._shutdown.update)
         actions, t.actions = t.actions, []
         return actions
 
@@ -312,17 +309,9 @@ class Core:
     @property
     def wakes_at(self) -> float | None:
         """When the next Tick is due, by the clock of the events; None: no deadline is pending."""
-        t = self.tables
-        times = [save.next_deadline_at for save in t.saves.values() if save.outcome is None]
-        if t.draining or not t.sessions:
-            times += self._shutdown.times()
-        if self._follower.followed:
-            times += self._follower.times()
-        if self._leader.followers:
-            times += self._leader.times()
-        if self._mirrors.pending:
-            times += self._mirrors.times()
-        return min((at for at in times if t.now <= at < float("inf")), default=None)
+        times = [*self._shutdown.times(), *self._leader.times(), *self._follower.times(), *self._mirrors.times()]
+        times += [save.next_deadline_at for save in self.tables.saves.values() if save.outcome is None]
+        return min((t for t in times if self.tables.now <= t < float("inf")), default=None)
 
     def report(self, *, has_all_mirrors: bool = False) -> dict[str, Any]:
         """Return the core's part of the status report; `has_all_mirrors`: as `has_all` of `MirrorRegistry.rows`."""

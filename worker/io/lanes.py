@@ -135,9 +135,9 @@ class Lanes:
         Raises:
             RuntimeError: The lane has no thread, and the system cannot start one.
         """
-        self.add(name, self._mounts.device_of(job.path) if job.path else "", job)
+        self.submit_on(name, self._mounts.device_of(job.path) if job.path else "", job)
 
-    def add(self, name: str, device: str, job: Job) -> None:
+    def submit_on(self, name: str, device: str, job: Job) -> None:
         """Run `job` in lane `name` of the file system `device`, as soon as a thread is free. Does not wait.
 
         Raises:
@@ -270,7 +270,7 @@ class Lanes:
         if device == lane.device or job.hops >= MAX_HOPS:
             return False
         job.path, job.hops = path, job.hops + 1
-        self.add(lane.name, device, job)
+        self.submit_on(lane.name, device, job)
         return True
 
     def close(self, timeout_s: float) -> bool:
@@ -329,5 +329,5 @@ class _Helpers(Executor):
         def refused(_: Exception) -> None:
             future.cancel()
 
-        self._lanes.add(HELP, self._device, Job(work, refused))
+        self._lanes.submit_on(HELP, self._device, Job(work, refused))
         return future

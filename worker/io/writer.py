@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
@@ -128,8 +128,8 @@ class Writer:
         Args:
             job: The action.
             pool: Runs helper threads.
-            check_request: Checks the request, before anything is written; if that is before the seal, the sealed one
-                too.
+            check_request: Checks the request before anything is written. If the slot is not sealed by then, it is
+                called again with the sealed request.
 
         Returns:
             The result, and whether the shards were kept.
@@ -139,20 +139,29 @@ class Writer:
             SaveFailedError: A call failed, or the slot was reopened meanwhile. Files of this rank were removed.
         """
         request = job.request
+        tally = check_request(request)
+        threads = min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS))
         pieces = self._written[job.key] = []  # several threads append, which needs no lock
-        how: dict[str, Any] = {
-            "threads": min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS)),
-            "progress": pieces.append,
-            "history": self._history,
-        }
         try:
             with _wrapped(request.save_id, request.rank, request.step, request.path):
                 reach("worker: writing")
-                tally, files = check_request(request), files_at(request.path, self._files)
+                files = files_at(request.path, self._files)
                 with self._slots.use(job.slot) as memory:
                     if request.ring_segments or job.early:
-                        return write_streamed(job, memory, self._slots, check_request, files=files, pool=pool, **how)
-                    result, kept = _write_sealed(job, memory, files, pool, how)
+                        return write_streamed(
+                            job,
+                            memory,
+                            self._slots,
+                            check_request,
+                            files=files,
+                            pool=pool,
+                            threads=threads,
+                            progress=pieces.append,
+                            history=self._history,
+                        )
+                    result, kept = _write_sealed(
+                        job, memory, files, pool, threads=threads, progress=pieces.append, history=self._history
+                    )
                 return replace(result, rest_print=rest_print(request), tally=tally), kept
         finally:
             self._written.pop(job.key, None)
@@ -263,9 +272,16 @@ class Writer:
 
 
 def _write_sealed(
-    job: Write, memory: SlotMemory, files: Files, pool: Executor, how: Mapping[str, Any]
+    job: Write,
+    memory: SlotMemory,
+    files: Files,
+    pool: Executor,
+    *,
+    threads: int,
+    progress: Callable[[int], None],
+    history: ShardHistory,
 ) -> tuple[RankResult, bool]:
-    """Write one rank's files from a sealed slot; `how`: further arguments of `RankWriter`."""
+    """Write one rank's files from a sealed slot. Returns and raises as `Writer.write`."""
 
     def check() -> None:
         if not memory.control.is_sealed(job.generation):
@@ -273,7 +289,7 @@ def _write_sealed(
 
     view = memory.mapping.view()
     try:
-        writer = RankWriter(job.request, view, files, check=check, **how)
+        writer = RankWriter(job.request, view, files, check=check, threads=threads, progress=progress, history=history)
         return resume_rank_files(writer, pool) if job.resumed else (writer.write(pool), False)
     finally:
         view.release()

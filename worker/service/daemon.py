@@ -125,6 +125,7 @@ class Daemon:
         try:
             self._do("tick", self._tick)
             self._do("observers", self._observers.ready, self.config.endpoint)
+            self._do("observers", self._update_observers)
             while self._exit is None:
                 self._turn()
         finally:
@@ -171,9 +172,10 @@ class Daemon:
         So what no descriptor announces, such as the death of a process that has none, waits for a Tick at most.
         """
         # IMPORTANT: a deadline stays until its Tick; that it passes while events are handled must not lose it.
-        wakes_at = self.core.wakes_at
-        if wakes_at is not None:
+        if (wakes_at := self.core.wakes_at) is not None:
             self._next_tick_at = min(self._next_tick_at, wakes_at)
+        if (poll_s := self._liveness.poll_s) is not None:
+            self._next_tick_at = min(self._next_tick_at, time.monotonic() + poll_s)
         sources: dict[int | zmq.Socket[bytes], str] = {self._lanes.fd: "results"}
         sources |= dict.fromkeys(self._liveness.fds, "deaths")
         sources |= dict.fromkeys(self._node_sockets.sockets(), "workers")
@@ -212,7 +214,7 @@ class Daemon:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._next_tick_at = now + min(MAX_WAIT_S, self._observers.wait_s, self._liveness.poll_s or MAX_WAIT_S)
+        self._next_tick_at = now + min(MAX_WAIT_S, self._observers.wait_s)
         self._handle(ev.Tick(now=now, has_owner=self._has_owner, memory_short=self._is_memory_short))
 
     def _update_observers(self) -> None:
