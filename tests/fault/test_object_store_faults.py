@@ -115,6 +115,26 @@ def test_each_request_that_fails_once_is_repeated(path: str, proxy: FaultyProxy,
     assert run("load", path) == (0, "")
 
 
+def test_a_store_that_stays_busy_is_asked_until_the_time_is_over_however_often(
+    path: str, server: Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retries, "LAST_PAUSE_S", 0.05)
+    tried = Counter[tuple[str, str]]()
+
+    def busy(method: str, name: str) -> str:
+        tried[method, name] += 1
+        return BUSY if tried[method, name] <= 20 else ""
+
+    proxy.fault = busy
+    # A store that this process has not opened yet, so that it has these pauses.
+    options = {**server.options(proxy.url), **NO_CONNECTION_STAYS, "connect_timeout": "30s"}
+    save_here(path, options)
+    tried.clear()
+    found = asyncckpt.load(path, source="disk", storage_options=options)
+    assert torch.equal(found["w"], STATE["w"]) and max(tried.values()) > 20
+
+
 @pytest.mark.parametrize("where", ["path", "mirror"])
 @pytest.mark.parametrize("fault", [BUSY, RESET, LOST, SLOW])
 def test_a_worker_repeats_each_request_that_fails_once(

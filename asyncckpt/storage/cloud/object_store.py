@@ -38,8 +38,6 @@ from asyncckpt.storage.store import (
 REQUEST_TIMEOUT_S = 60.0
 """Timeout of one attempt. A part must upload at 0.1 MB/s or more."""
 
-MAX_RETRIES = 12
-
 MAX_COPIED_NBYTES = 1 << 30
 """Longest object that the store is asked to copy. S3 refuses 5 GB, and a copy must end in `REQUEST_TIMEOUT_S`."""
 
@@ -535,7 +533,7 @@ def _from_url(from_url: Any, root: str, options: Mapping[str, str], **more: Any)
         config={name: value for name, value in options.items() if name not in client} or None,
         client_options={"timeout": f"{REQUEST_TIMEOUT_S:g}s", "allow_http": _allows_http(options), **client},
         retry_config={
-            "max_retries": MAX_RETRIES,
+            "max_retries": retries.MAX_RETRIES,
             "retry_timeout": timedelta(seconds=retries.RETRY_FOR_S),
             "backoff": {
                 "init_backoff": timedelta(seconds=retries.FIRST_PAUSE_S),

@@ -11,6 +11,9 @@ RETRY_FOR_S = 60.0
 
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 10.0
+MAX_RETRIES = round(RETRY_FOR_S / FIRST_PAUSE_S)
+"""More than there is time for: `RETRY_FOR_S` ends the retries. obstore chooses each pause at random, from the first on,
+so that a dozen of them can be over within two seconds."""
 
 
 def attempts() -> Iterator[bool]:
