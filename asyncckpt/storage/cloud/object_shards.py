@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,21 +21,50 @@ MAX_PARTS = 9_000
 
 PARTS_AT_A_TIME = 4
 UPLOADS_AT_A_TIME = 2
-"""Uploads that run at the same time in one process: 48 MiB of parts in memory.
+"""Uploads that run at the same time in one process: 48 MiB of parts in memory."""
 
-An upload that has waited for `UPLOAD_WAIT_S` starts anyway, because a running one may wait for its trainer; the limit
-is then exceeded.
-"""
+UPLOAD_WAIT_S = 60.0
+"""If no running upload has sent anything for so long, one that waits starts anyway, and the limit is exceeded: each of
+the running ones may wait for its trainer."""
 
 PIECE_NBYTES = 1 << 20
 """Bytes that are copied out of the slot at a time."""
 
-UPLOAD_WAIT_S = 60.0
-
-_uploads = threading.BoundedSemaphore(UPLOADS_AT_A_TIME)
-
 TURN_TIMEOUT_S = 600.0
 """How long one extent waits for those before it: longer than all retries of their requests take."""
+
+
+class UploadLimit:
+    """Lets `UPLOADS_AT_A_TIME` uploads run; see `UPLOAD_WAIT_S`. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._running, self._sent_at = 0, 0.0
+        self._ended = threading.Condition()
+
+    def acquire(self) -> bool:
+        """Wait until an upload may start. Returns whether it is counted, so that `release` must be called."""
+        with self._ended:
+            while self._running >= UPLOADS_AT_A_TIME:
+                left_s = self._sent_at + UPLOAD_WAIT_S - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._ended.wait(left_s)
+            self._running += 1
+        self.note_sent()
+        return True
+
+    def note_sent(self) -> None:
+        """Record that an upload has sent something."""
+        self._sent_at = time.monotonic()
+
+    def release(self) -> None:
+        """End a counted upload."""
+        with self._ended:
+            self._running -= 1
+            self._ended.notify()
+
+
+_uploads = UploadLimit()
 
 
 class ObjectShardWriter(ShardWriter):
@@ -72,7 +102,7 @@ class ObjectShardWriter(ShardWriter):
     def _open(self) -> None:
         with self._turn:
             if self._upload is None and not self._stopped:
-                self._is_counted = _uploads.acquire(timeout=UPLOAD_WAIT_S)
+                self._is_counted = _uploads.acquire()
                 self._begin()
                 self.created = True
 
@@ -98,6 +128,8 @@ class ObjectShardWriter(ShardWriter):
                     self._first_part.clear()
                     with as_os_errors(self.path, self._secrets):
                         self._upload.write(piece)
+                if self._is_counted:
+                    _uploads.note_sent()
         except BaseException:
             self.stop()
             raise

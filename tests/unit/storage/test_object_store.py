@@ -211,17 +211,33 @@ def test_an_object_that_is_shorter_than_what_was_uploaded_is_an_error() -> None:
         shard.finish()
 
 
-def test_uploads_that_ended_in_any_way_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_shards, "UPLOAD_WAIT_S", 0.0)
+def test_uploads_that_ended_in_any_way_make_room_for_others() -> None:
     for _ in range(3 * object_shards.UPLOADS_AT_A_TIME):
         done, given_up = shard_of(b"x", Upload()), shard_of(b"x", Upload())
         done.write_extent(0, 1)
         given_up.write_extent(0, 1)
         done.finish()
         given_up.abandon()
-    acquired = [object_shards._uploads.acquire(blocking=False) for _ in range(object_shards.UPLOADS_AT_A_TIME)]
-    assert all(acquired)
-    object_shards._uploads.release(len(acquired))
+    assert object_shards._uploads._running == 0
+
+
+def test_an_upload_waits_for_slow_ones_and_not_for_those_that_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(object_shards.time, "monotonic", lambda: now)
+    limit, waits = object_shards.UploadLimit(), list[float]()
+
+    def wait(timeout_s: float) -> None:
+        nonlocal now
+        waits.append(timeout_s)
+        now += timeout_s
+        if len(waits) < 5:
+            limit.note_sent()
+
+    monkeypatch.setattr(limit._ended, "wait", wait)
+    assert [limit.acquire() for _ in range(object_shards.UPLOADS_AT_A_TIME + 1)] == [True, True, False]
+    assert waits == [object_shards.UPLOAD_WAIT_S] * 5
+    limit.release()
+    assert limit.acquire()
 
 
 def test_a_rank_is_written_in_parts_and_verifies(served: ObjectStore) -> None:
