@@ -23,6 +23,7 @@ from asyncckpt.cli.commands.cleanup import gc
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.maintenance.gc import GarbageRules
 from asyncckpt.maintenance.uploads import uploads_in
+from asyncckpt.storage import locate
 from asyncckpt.storage.cloud import aws
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from asyncckpt.storage.locate import store_at, with_storage_options
@@ -47,6 +48,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of the AWS CLI with two profiles, and no keys in the environment."""
+    monkeypatch.setattr(locate, "_stores", {})  # those of other tests were opened in another environment
     for name in KEYS:
         monkeypatch.delenv(name, raising=False)
     keys = "aws_access_key_id = {0}KEY\naws_secret_access_key = {0}-secret\n"
