@@ -146,22 +146,22 @@ class JobRunner:
 
     def _prepare(self, action: ac.Prepare) -> ev.Prepared:
         committed = checked = False
+        error_wire = None
         try:
             committed = self._writer.was_committed(action)
             checked = action.resumed
             if not committed:
                 self._writer.prepare(action)
         except BaseException as error:
-            identity = self._writer.directory_identity(action.path)
-            return ev.Prepared(
-                now=time.monotonic(),
-                key=action.key,
-                error=to_wire(error),
-                known_uncommitted=checked,
-                directory_identity=identity,
-            )
-        identity = self._writer.directory_identity(action.path)
-        return ev.Prepared(now=time.monotonic(), key=action.key, committed=committed, directory_identity=identity)
+            error_wire = to_wire(error)
+        return ev.Prepared(
+            now=time.monotonic(),
+            key=action.key,
+            error=error_wire,
+            committed=committed,
+            known_uncommitted=checked and error_wire is not None,
+            directory_identity=self._writer.directory_identity(action.path),
+        )
 
     def _write(self, action: ac.Write, pool: Executor) -> ev.Written:
         begun = time.perf_counter()

@@ -25,7 +25,7 @@ from asyncckpt.format.names import DCP, SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
 from asyncckpt.storage.catalog import next_epoch_beside, next_epoch_by_names
-from asyncckpt.storage.checkpoint_dir import identity_of, prepare_directory, remove_made
+from asyncckpt.storage.checkpoint_dir import NO_IDENTITY, identity_of, prepare_directory, remove_made
 from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files, save_failure, step_and_rank
 from asyncckpt.storage.locate import files_at, store_at
@@ -78,7 +78,9 @@ class Writer:
         self._history = ShardHistory()
 
     def was_committed(self, job: Prepare) -> bool:
-        """Return whether a dead worker has committed the save. Called before `prepare`.
+        """Return whether a dead worker has committed the save; then also remove files of earlier saves.
+
+        IMPORTANT: called before `prepare`, which relies on the check of the roots here.
 
         Raises:
             SaveFailedError: The path is outside the roots, or it cannot be known.
@@ -119,8 +121,14 @@ class Writer:
                 raise
 
     def directory_identity(self, path: str) -> DirectoryIdentity:
-        """Return the identity of a save's directory, since snapshots of removed checkpoints are not loaded."""
-        return identity_of(path, store_at(path, self._files))
+        """Return the identity of a save's directory, since snapshots of removed checkpoints are not loaded.
+
+        It is `NO_IDENTITY` if the store cannot be used: then `prepare` has raised the reason.
+        """
+        try:
+            return identity_of(path, store_at(path, self._files))
+        except AsyncCkptError:
+            return NO_IDENTITY
 
     def write(self, job: Write, pool: Executor, check_request: CheckRequest = unchecked) -> tuple[RankResult, bool]:
         """Write one rank's files from its slot; files that a dead worker has made durable are kept.
@@ -128,8 +136,8 @@ class Writer:
         Args:
             job: The action.
             pool: Runs helper threads.
-            check_request: Checks the request before anything is written. If the slot is not sealed by then, it is
-                called again with the sealed request.
+            check_request: Called with the request before anything is written. An early write, and one through a ring,
+                call it again with the sealed request, whose structure may differ.
 
         Returns:
             The result, and whether the shards were kept.
@@ -139,11 +147,11 @@ class Writer:
             SaveFailedError: A call failed, or the slot was reopened meanwhile. Files of this rank were removed.
         """
         request = job.request
-        tally = check_request(request)
         threads = min(MAX_WRITE_THREADS, max(request.write_threads or self.threads, MIN_THREADS))
         pieces = self._written[job.key] = []  # several threads append, which needs no lock
         try:
             with _wrapped(request.save_id, request.rank, request.step, request.path):
+                tally = check_request(request)
                 reach("worker: writing")
                 files = files_at(request.path, self._files)
                 with self._slots.use(job.slot) as memory:
@@ -250,7 +258,7 @@ class Writer:
     def _epoch_in_mirror(self, mirror: str, run_id: str) -> int:
         """Return the next epoch beside a mirror, which may have checkpoints of runs that this disk has not seen."""
         found: list[int] = []
-        options = contextvars.copy_context()  # which has those of the store
+        options = contextvars.copy_context()  # carries the job's storage options into the thread
 
         def ask() -> None:
             try:
@@ -281,7 +289,15 @@ def _write_sealed(
     progress: Callable[[int], None],
     history: ShardHistory,
 ) -> tuple[RankResult, bool]:
-    """Write one rank's files from a sealed slot. Returns and raises as `Writer.write`."""
+    """Write one rank's files from a sealed slot.
+
+    Returns:
+        The result, without `rest_print` and `tally`; and whether the shards were kept.
+
+    Raises:
+        SlotError: The slot was reopened meanwhile.
+        OSError, AsyncCkptError: As `RankWriter.write`.
+    """
 
     def check() -> None:
         if not memory.control.is_sealed(job.generation):

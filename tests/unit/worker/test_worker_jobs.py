@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from asyncckpt.errors import CorruptCheckpointError
+from asyncckpt.errors import CorruptCheckpointError, UnsupportedPathError, from_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import Files
 from asyncckpt_worker.core import actions as ac
@@ -94,6 +94,14 @@ def test_a_resumed_save_that_cannot_replace_what_is_at_its_path_is_known_not_to_
     assert found.error["code"] == "checkpoint_exists" and found.known_uncommitted and not found.committed
     found = result_of(look(tmp_path / "b"), failing("mkdir", errno.ENOSPC))
     assert found.error["fields"]["code"] == "ENOSPC" and found.known_uncommitted
+
+
+def test_a_store_that_cannot_be_opened_is_why_a_save_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_CONNECTION_STRING"):
+        monkeypatch.delenv(name, raising=False)
+    action = replace(look(pathlib.Path("unused")), path="az://box/run/step-1")
+    result = result_of(action, Files())
+    assert isinstance(from_wire(result.error), UnsupportedPathError) and not result.known_uncommitted
 
 
 @pytest.mark.parametrize("late", [False, True])
