@@ -63,16 +63,16 @@ from asyncckpt.storage.files import Files
 from asyncckpt.torch_tensors import torch_dtype
 
 
-def paths_of(fqns: Iterable[str], planner_data: Any) -> dict[str, Path]:
-    """Return the path of each leaf: the one in the planner's data if it joins to this FQN, else the FQN as one key."""
+def _paths_of(fqns: Iterable[str], planner_data: Any) -> dict[str, Path]:
+    """Return the path of each leaf: that of the planner's data, if our trees can have it, else the FQN as one key."""
     paths: dict[str, Path] = {}
     for fqn in fqns:
         path = planner_data.get(fqn) if isinstance(planner_data, Mapping) else None
         if (
             not isinstance(path, tuple)
             or not 0 < len(path) < MAX_DEPTH
-            or fqn_of(path) != fqn
-            or type(path[0]) is not str
+            or fqn_of(path) != fqn  # the leaf is known by this name
+            or type(path[0]) is not str  # a state dict is a dict of names
             or not all(type(key) in (str, int) for key in path)
         ):
             path = (fqn,)
@@ -81,7 +81,7 @@ def paths_of(fqns: Iterable[str], planner_data: Any) -> dict[str, Path]:
 
 
 def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Node]) -> Node:
-    """Return the tree of the given leaves.
+    """Return the tree of the leaves, in the order of the planner's data; a flat dict if paths contradict each other.
 
     Args:
         leaves: Leaf nodes by FQN.
@@ -93,7 +93,7 @@ def nested(leaves: Mapping[str, Node], planner_data: Any, hole: Callable[[], Nod
         known = [fqn for fqn in planner_data if fqn in leaves]
         fqns = known + [fqn for fqn in fqns if fqn not in planner_data]
     try:
-        paths = paths_of(fqns, planner_data)
+        paths = _paths_of(fqns, planner_data)
         return tree_of([(path, leaves[fqn]) for fqn, path in paths.items()], hole)
     except ValueError:  # the paths contradict each other
         return DICT, tuple(part for pair in leaves.items() for part in pair)
@@ -125,7 +125,7 @@ def encoded_planner_data(metadata: Metadata) -> Any:
 def _equals_paths_of_tree(found: Any, metadata: Metadata) -> bool:
     if not isinstance(found, Mapping) or found.keys() != metadata.state_dict_metadata.keys():
         return False
-    return paths_of(found, found) == dict(found)
+    return _paths_of(found, found) == dict(found)
 
 
 def was_saved_by_torch(manifest: Manifest) -> bool:

@@ -319,7 +319,7 @@ _MANIFEST_FIELDS: Mapping[str, Expected] = {
     "ranks": list,
 }
 _RANK_FIELDS: Mapping[str, Expected] = {
-    "rank": object,  # which number and name these two must be, depends on the rank: `_checked_rank`
+    "rank": object,  # `_checked_rank` compares these two with the entry's number
     "index": object,
     "index_nbytes": _NUMBER,
     "index_checksum": str,
@@ -341,12 +341,12 @@ _JSON_TYPES = {
 
 
 def _check_fields(raw: Mapping[str, Any], fields: Mapping[str, Expected], where: str = "") -> None:
-    """Check that `raw` has these fields, with values as they say; a bool is not an integer.
+    """Check that `raw` has these fields, each with a value that it may have. Types are exact: True is no integer.
 
     Args:
         raw: The decoded object.
         fields: Each required field, and what it may be.
-        where: For messages, the part of the document that `raw` is.
+        where: What follows a field's name in messages, such as " of entry 3 of `ranks`".
 
     Raises:
         ValueError: A field is missing, or has another value.
@@ -369,7 +369,7 @@ def _checked_manifest(raw: dict[str, Any]) -> Manifest:
         raise ValueError(f"field `ranks` has {len(records)} entries, expected {world_size}, as `world_size` says")
     mirror = raw.get("mirror")
     if mirror is not None and (type(mirror) is not str or not mirror):
-        raise ValueError(f"mirror is {mirror!r}, expected a path or URL")
+        raise ValueError(f"field `mirror` is {mirror!r}, expected a path or URL")
     return Manifest(
         save_id=save_id,
         step=raw["step"],

@@ -88,6 +88,8 @@ MAX_EXACT_INT = 1 << 53
 """Larger integers are stored as strings: JSON readers that use doubles would lose digits."""
 
 MAX_NESTING = 64
+"""Maximum number of containers around a value inside a leaf. Chosen."""
+
 Extend = Callable[[Any], "tuple[str, Any] | None"]
 """Encodes a type that needs a library: returns (tag, JSON payload) of a value, or None for an unknown type."""
 
@@ -138,7 +140,7 @@ class UnknownTypeError(TypeError):
 
 
 def encode_value(value: Any, extend: Extend | None = None) -> Any:
-    """Return the JSON form of one leaf. The arguments and errors are those of `encode_values`."""
+    """Return the JSON form of one leaf. See `encode_values`."""
     return next(encode_values((value,), extend))
 
 
@@ -151,7 +153,8 @@ def encode_values(values: Iterable[Any], extend: Extend | None = None, depth: in
         depth: Number of containers around them.
 
     Raises:
-        UnknownTypeError: A leaf, or a value inside it, is of a type that cannot be stored.
+        UnknownTypeError: Raised while iterating. A leaf, or a value inside it, is of a type that cannot be stored, or
+            lies in more than `MAX_NESTING` containers.
     """
     for value in values:
         kind = type(value)
@@ -179,8 +182,8 @@ def encode_values(values: Iterable[Any], extend: Extend | None = None, depth: in
         elif isinstance(value, deque):
             yield {"$": "deque", "v": [value.maxlen, [*encode_values(value, extend, depth + 1)]]}
         elif kind is slice:
-            limits = (value.start, value.stop, value.step)
-            yield {"$": "slice", "v": [*encode_values(limits, extend, depth + 1)]}
+            parts = (value.start, value.stop, value.step)
+            yield {"$": "slice", "v": [*encode_values(parts, extend, depth + 1)]}
         elif encoded := _scalar(value, kind) or (extend(value) if extend else None):
             yield {"$": encoded[0], "v": encoded[1]}
         elif isinstance(value, tuple):  # a namedtuple is decoded as a plain tuple

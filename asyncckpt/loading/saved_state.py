@@ -101,7 +101,9 @@ class SavedTree:
         self._first_objects: list[int] = []
         self._per_rank_names: dict[str, None] = {}
         self.unlike: set[str] = set()
-        self._namesakes: dict[str, dict[Path, Node]] = {}  # filled by `_nodes`: what an earlier path has the FQN of
+        self._namesakes: dict[str, dict[Path, Node]] = {}
+        """FQN -> nodes at further paths that have this FQN. IMPORTANT: filled when `_nodes` is first read."""
+
         empty: dict[str, None] = {}
         first_object = 0
         for part in contents.ranks:
@@ -117,7 +119,7 @@ class SavedTree:
                 continue
             known.add(structure.tree)
             seen: Node | None = structure.tree
-            if rank or any(per_rank_nodes(structure.tree)):  # else its numbers need no change
+            if rank or any(per_rank_nodes(structure.tree)):  # else it has the common numbers
                 view = self._view(rank, own=rank == self.reader_rank)
                 seen = view.renumbered(structure.tree, ())
                 self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))

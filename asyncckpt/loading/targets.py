@@ -47,6 +47,7 @@ class Targets:
         self._root = state_dict
         self._modules: dict[Path, ModuleTarget] = {}
         self._claimed_containers: set[int] = set()
+        """IDs of containers that are not filled in place any more: they were filled already, or stay as they are."""
 
     def state_of(self, value: Any, path: Path) -> Any:
         """Return the state of a module to fill; any other object with a `state_dict()` is returned itself.
@@ -89,8 +90,12 @@ class Targets:
         return id(self._root), path
 
     def _way_to(self, path: Path) -> tuple[list[tuple[Any, Any]], Any]:
-        """Return each container around the value at a path with the key that leads on, the outermost first; and the
-        value. A `PerRank` is a container with the key None."""
+        """Walk to the value at a path.
+
+        Returns:
+            (container, key of what is next) from the outside in, where a `PerRank` is a container with the key None;
+            and the value, outside any `PerRank`.
+        """
         way = []
         value, rest = self._located(path)
         for key in python_keys(rest):
@@ -105,12 +110,12 @@ class Targets:
         return way, value
 
     def replace_at(self, path: Path, new: Any) -> None:
-        """Put `new` at a path; an empty dict or list there takes its members instead."""
+        """Put `new` at a path; an empty container there gets the members of `new` instead, see `_merged_into`."""
         way, old = self._way_to(path)
         _put(way, old, _merged_into(old, new, self._claimed_containers))
 
     def emptier_of(self, path: Path) -> Callable[[], None] | None:
-        """Return a function that makes the value at a path empty again; None: it is not empty now.
+        """Return a function that makes the value at a path empty again if the load fails; None: it is not empty now.
 
         None also in the state of a module, which is made anew for each load.
         """
@@ -239,19 +244,20 @@ def _is_filled_by(old: Any, new: Any) -> bool:
 def _put(way: list[tuple[Any, Any]], old: Any, new: Any) -> None:
     """Put `new` in place of `old`, to which `way` leads: in the innermost container that is no tuple.
 
-    The tuples inside that one are rebuilt. A `PerRank` stays one, and gets another value.
+    The tuples inside that one are rebuilt. A `PerRank` stays one, and gets another value. If there are only tuples,
+    nothing is replaced: see `Targets.immutable_container_at`.
     """
+    if new is old:
+        return
     for container, key in reversed(way):
-        if new is old:
-            return
         if isinstance(container, PerRank):
             container.value = new
             return
         if not isinstance(container, tuple):
             container[key] = new
             return
-        members = [new if n == key else member for n, member in enumerate(container)]
-        old, new = container, type(container)(*members) if hasattr(container, "_fields") else tuple(members)
+        items = [new if n == key else item for n, item in enumerate(container)]
+        new = type(container)(*items) if hasattr(container, "_fields") else tuple(items)
 
 
 def _merged_into(old: Any, new: Any, claimed: set[int]) -> Any:

@@ -1,9 +1,9 @@
 """Puts tensors that are likely to change together into files of their own, so that files of unchanged ones are linked.
 
 Which tensors change is not known at the first save. `requires_grad` does not tell either: it is gone from state dicts,
-and a tensor that requires it may stay the same. But tensors of one role have as a rule one fate. A role is an FQN
-without its numbers: `layers.3.q_proj.weight` and `layers.7.q_proj.weight` are of one. In the files of a role, tensors
-lie in the order of the state dict, so that if only the first layers are frozen, most files have tensors of one kind.
+and a tensor that requires it may stay the same. But tensors of one role usually change together. A role: tensors of one
+size whose FQNs differ only in numbers, such as `layers.3.q_proj.weight` and `layers.7.q_proj.weight`. In the files of a
+role, tensors lie in the order of the state dict, so that if only the first layers are frozen, few files have both.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from asyncckpt.format.layout import PAGE_NBYTES, SMALL_HEADER_UNIT, BoxSpec, Lay
 from asyncckpt.format.structure import Chunk
 
 MAX_ROLES = 256
-"""If there are more, tensors of one size share files instead, whatever their names. Chosen: a model with its
-optimizer's state has 20 to 100."""
+"""Maximum number of roles with files of their own. If more reach `SMALL_NBYTES`, the limit is `SMALL_NBYTES_OF_MANY`.
+If still more reach that, tensors of one size share files, whatever their names; then those of about one size. Chosen:
+a model with its optimizer's state has 20 to 100."""
 
 SMALL_NBYTES = 4 << 10
 SMALL_NBYTES_OF_MANY = 64 << 10
-"""Roles that have fewer bytes in all share one file; the larger limit counts if more than `MAX_ROLES` reach the smaller
-one. Chosen: norms of a frozen base, often less than 64 KiB, are not written with an adapter (ADR 0067)."""
+"""Roles that have fewer bytes in all share one file. Chosen: norms of a frozen base, often less than 64 KiB, are not
+written with an adapter (ADR 0067)."""
 
 MIN_FILE_NBYTES = 16 << 20
 MAX_FILES_BY_NBYTES = 64
@@ -44,35 +45,40 @@ def group_by_role(boxes: Sequence[tuple[str, int]], n_files: int = 1) -> list[li
 
     Args:
         boxes: FQN and bytes of each, in the order of the state dict.
-        n_files: A group has at most this part of all bytes, or one box.
+        n_files: Desired number of files: a group has at most 1 / `n_files` of all bytes, unless it is one larger box,
+            or that of the small roles.
 
     Returns:
         The groups, as positions in `boxes`; each position once.
     """
     ways: list[tuple[Callable[[str, int], Hashable], int]] = [
-        (lambda fqn, nbytes: (_NUMBER.sub("#", fqn), nbytes), SMALL_NBYTES),
-        (lambda fqn, nbytes: (_NUMBER.sub("#", fqn), nbytes), SMALL_NBYTES_OF_MANY),
+        (_role_of, SMALL_NBYTES),
+        (_role_of, SMALL_NBYTES_OF_MANY),
         (lambda fqn, nbytes: nbytes, SMALL_NBYTES_OF_MANY),
-        (lambda fqn, nbytes: nbytes.bit_length(), SMALL_NBYTES_OF_MANY),
+        (lambda fqn, nbytes: nbytes.bit_length(), SMALL_NBYTES_OF_MANY),  # always enough
     ]
     for key_of, small_nbytes in ways:
         small, roles = _small_and_others(boxes, key_of, small_nbytes)
         if len(roles) <= MAX_ROLES:
             break
     total = sum(nbytes for _, nbytes in boxes)
-    most = min(max(MIN_FILE_NBYTES, -(-total // MAX_FILES_BY_NBYTES)), MAX_FILE_NBYTES)
+    max_group_nbytes = min(max(MIN_FILE_NBYTES, -(-total // MAX_FILES_BY_NBYTES)), MAX_FILE_NBYTES)
     if n_files > 1:
-        most = min(most, -(-total // n_files))
+        max_group_nbytes = min(max_group_nbytes, -(-total // n_files))
     groups = [small] if small else []
     for members in roles:
-        filled = most
+        filled = max_group_nbytes
         for n in members:
-            if filled + boxes[n][1] > most:
+            if filled + boxes[n][1] > max_group_nbytes:
                 groups.append([])
                 filled = 0
             groups[-1].append(n)
             filled += boxes[n][1]
     return groups
+
+
+def _role_of(fqn: str, nbytes: int) -> Hashable:
+    return _NUMBER.sub("#", fqn), nbytes
 
 
 def _small_and_others(

@@ -56,11 +56,11 @@ class SnapshotRegistry:
     def __init__(self, tables: Tables, keep_s: float) -> None:
         self._t, self._keep_s = tables, keep_s
         self.asked: dict[str, Recall] = {}
-        """Session -> its Recall, which waits until no closing slot is being read."""
+        """Session -> its latest unanswered Recall; answered as soon as no closing slot is being read."""
 
         self._undecided = False
         self.decides_at = float("inf")
-        """The next time at which a kept slot expires."""
+        """When the next kept slot expires, so that `decide` must run; inf: there is none."""
 
     # ---- what is kept -----------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class SnapshotRegistry:
     # ---- ended sessions ---------------------------------------------------------------------------------------------
 
     def session_ended(self, session: Session, *, died: bool, replaced: bool) -> None:
-        """Mark the slots of an ended session before they are closed, and release the slots that it held for reading."""
+        """Mark the slots of an ended session before they are closed, and release the slots that it held for loading."""
         for number in session.slots:
             slot = self._t.slots[number]
             slot.closed_at, slot.said_goodbye, slot.dropped = self._t.now, not died, replaced
@@ -170,7 +170,7 @@ class SnapshotRegistry:
         return chosen
 
     def _is_free(self, slot: Slot) -> bool:
-        """Whether a slot's snapshot is no longer needed: it is on disk and not being read, and its process is dead."""
+        """Whether nobody needs a slot's snapshot: it is on disk, not being loaded or read, and its process is dead."""
         found = _snapshot_in(slot)
         idle = slot.kept and not (slot.held_by or slot.said_goodbye or slot.dropped or slot.reading or slot.writes)
         return idle and found is not None and _committed(found[0])
@@ -201,7 +201,7 @@ class SnapshotRegistry:
             self._t.log("warning" if include_uncommitted else "info", text, count="slots_given_up", slot=slot.number)
         return bool(chosen)
 
-    # ---- reading ----------------------------------------------------------------------------------------------------
+    # ---- loading ----------------------------------------------------------------------------------------------------
 
     def recall(self, session: Session, m: Recall) -> None:
         """Answer which slots hold snapshots at a path or below it, once the slots of ended sessions have been read."""

@@ -269,13 +269,14 @@ class Core:
             t.run_guarded("", self._slot_registry.free_unneeded)
         if t.postponed:
             t.run_guarded("", self._slot_registry.create_postponed)
-            if t.review_closing_slots:  # kept slots must make room
+            if t.review_closing_slots:  # kept slots were dropped to make room: free them now
                 t.run_guarded("", self._slot_registry.free_unneeded)
         if self.snapshot_registry.asked:
             t.run_guarded("", self.snapshot_registry.answer)
         if t.touched:
             t.run_guarded("", self._note_touched)
-        # Without a leader or followers, these two only empty what was noted for them.
+        # IMPORTANT: in this order. Both flushes read `touched`, and the leader's also `changed` and `announced`, which
+        # `notify` clears. Without followed runs or followers they only empty `to_report` and `new_failures`.
         if self._follower.followed or t.to_report:
             t.run_guarded("", self._follower.flush)
         if self._leader.followers or self._mirrors.new_failures:
@@ -308,7 +309,11 @@ class Core:
 
     @property
     def wakes_at(self) -> float | None:
-        """When the next Tick is due, by the clock of the events; None: no deadline is pending."""
+        """When the next Tick is due, by the clock of the events; None: no deadline is pending.
+
+        Deadlines that have passed are left out: one that nothing resolves must not make the loop spin. They are looked
+        at with every Tick.
+        """
         times = [*self._shutdown.times(), *self._leader.times(), *self._follower.times(), *self._mirrors.times()]
         times += [save.next_deadline_at for save in self.tables.saves.values() if save.outcome is None]
         return min((t for t in times if self.tables.now <= t < float("inf")), default=None)

@@ -138,10 +138,16 @@ class Lanes:
         self.submit_on(name, self._mounts.device_of(job.path) if job.path else "", job)
 
     def submit_on(self, name: str, device: str, job: Job) -> None:
-        """Run `job` in lane `name` of the file system `device`, as soon as a thread is free. Does not wait.
+        """Run `job` in lane `name` of a file system, as soon as a thread is free. Does not wait.
+
+        Args:
+            name: The lane.
+            device: The file system, as `MountTable.device_of` returns it; "": none.
+            job: The job.
 
         Raises:
-            RuntimeError: As `submit`; not for helpers, whose work the thread that they help does too.
+            RuntimeError: The lane has no thread, and the system cannot start one. Not in the lane of helpers: the
+                thread that writes does their work itself.
         """
         job.since = job.since or time.monotonic()
         with self._lock:
@@ -196,7 +202,10 @@ class Lanes:
                 os.eventfd_write(self.fd, 1)
 
     def results(self) -> list[Event]:
-        """Return the available results, including those of jobs that have waited too long."""
+        """Return the available results, including those of jobs that have waited too long.
+
+        IMPORTANT: to be called about once a second even if `fd` is not readable, since late jobs are refused here.
+        """
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         found = []

@@ -45,7 +45,7 @@ get as the error. Chosen."""
 
 
 CheckRequest = Callable[[SaveRequest], Tally | None]
-"""Checks a sealed request before its index and objects are written; raises if its structure does not decode."""
+"""Checks a request, before or after the seal; raises if its structure does not decode."""
 
 
 def unchecked(request: SaveRequest) -> Tally | None:

@@ -110,6 +110,10 @@ class Daemon:
             "tick": self._tick,
             "observers": self._update_observers,
         }
+        """Step by its name, in the order in which a turn takes them.
+
+        IMPORTANT: `deaths` and `memory` before `tick`, which tells the core what they found."""
+
         self._due: Collection[str] = ()
         """The steps that the current turn of the loop takes."""
 
@@ -138,8 +142,8 @@ class Daemon:
         self._lanes.post(ev.StopRequested(now=time.monotonic(), immediately=immediately))
 
     def _turn(self) -> None:
-        """Wait until there is something to take or a Tick is due, and take the steps for it."""
-        self._due = self._steps  # all, unless the poll finds fewer
+        """Wait, then take the steps whose sources are ready; all of them if a Tick is due or the wait failed."""
+        self._due = self._steps  # `_poll` leaves fewer
         if not self._do("poll", self._poll):
             time.sleep(POLL_FAILED_S)
         for step, call in self._steps.items():
@@ -153,7 +157,7 @@ class Daemon:
         and the worker keeps all snapshots.
 
         Returns:
-            Whether the step has not failed.
+            Whether it succeeded.
         """
         try:
             call(*args)
@@ -169,7 +173,7 @@ class Daemon:
     def _poll(self) -> None:
         """Wait, and choose the steps of this turn: those whose sources are ready; at a Tick all of them.
 
-        So what no descriptor announces, such as the death of a process that has none, waits for a Tick at most.
+        What no descriptor reports, such as the death of a process without a pidfd, is noticed at the next Tick.
         """
         # IMPORTANT: a deadline stays until its Tick; that it passes while events are handled must not lose it.
         if (wakes_at := self.core.wakes_at) is not None:
@@ -197,12 +201,12 @@ class Daemon:
 
     def _take_deaths(self) -> None:
         dead = self._liveness.dead()
-        if dead:  # its last messages first: they may have the reason of a failure
+        if dead:  # their last messages first, up to `BATCH`: they may have the reason of a failure
             self._do("messages", self._take_messages)
         for session in dead:
             if session == OWNER:
                 self._has_owner = False
-                self._next_tick_at = time.monotonic()  # tells the core
+                self._next_tick_at = time.monotonic()  # so that a Tick tells the core
                 text = f"process {self.config.while_pid}, which this worker was started for, has ended"
                 log.write("info", text)
             else:

@@ -20,7 +20,7 @@ HIGH_WATER_MARK = 1000
 does not read are lost, which the protocol allows."""
 
 BATCH = 256
-"""Maximum messages per turn of the control loop, so that a flood of messages does not block other events."""
+"""Maximum messages per call of `receive`, so that a flood of messages does not block other events."""
 
 CLOSE_LINGER_MS = 500
 """LINGER at `close`; before that, it is 0. Chosen: a running peer reads its messages within this time."""
@@ -70,10 +70,15 @@ class Server:
     def poll(self, name: str, others: Mapping[int | zmq.Socket[bytes], str], timeout_s: float) -> set[str]:
         """Wait for a message, or until one of the descriptors and sockets in `others` is readable.
 
+        Args:
+            name: Returned if there is a message.
+            others: Descriptor or socket -> name to return if it is readable.
+            timeout_s: How long to wait.
+
         Blocks: at most `timeout_s`.
 
         Returns:
-            Names of those of `others` that are readable, and `name` if there is a message.
+            The names of what is ready.
         """
         names = {self._socket: name, **others}
         poller = zmq.Poller()

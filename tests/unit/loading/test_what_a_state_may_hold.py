@@ -311,7 +311,8 @@ REFUSED_BY_DCP: dict[str, Callable[[], Any]] = {
     "most of these": lambda: blocks(0),
     "sparse": lambda: _sparse("CSR"),
     "nested": lambda: torch.nested.nested_tensor_from_jagged(_dense(), torch.tensor([0, 1, 4])),
-    "quantized tensors": lambda: _quantized()["per channel"],
+    "quantized": lambda: _quantized()["per channel"],
+    "sub-byte tensors": lambda: torch.zeros(2, dtype=torch.uint8).view(torch.uint4),
 }
 
 
