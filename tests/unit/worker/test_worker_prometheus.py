@@ -37,6 +37,11 @@ REPORT: dict[str, Any] = {
         {"run": "a" * 12, "committed_step": 40, "committed_age_s": 2.0, "in_flight": 1, "committed_path": "/secret/x"},
         {"run": "b" * 12, "committed_step": None, "committed_age_s": None, "in_flight": 0, "committed_path": None},
     ],
+    "mirrors": [
+        {"phase": "copying", "nbytes": 100, "copied_nbytes": 60, "age_s": 30.0},
+        {"phase": "waiting", "nbytes": 50, "copied_nbytes": None, "age_s": 20.0},
+        {"phase": "failed", "nbytes": 7, "copied_nbytes": None, "age_s": 90.0},
+    ],
     "process": {"rss_nbytes": 5, "private_nbytes": 4, "cpu_seconds": 1.5, "fds": 9, "write_nbytes": 77},
 }
 UNITS = ("_seconds", "_bytes", "_total", "_info", "_step", "_fds")
@@ -84,6 +89,8 @@ def test_what_the_worker_reports_is_told(exporter: Any) -> None:
     assert samples[("asyncckpt_last_committed_timestamp_seconds", (("run", "a" * 12),))] == 998.0
     assert not any(("run", "b" * 12) in labels for _, labels in samples), "a run that has committed nothing"
     assert samples[("asyncckpt_info", (("version", REPORT["package"]),))] == 1
+    behind = [samples[(f"asyncckpt_mirrors_behind{unit}", ())] for unit in ("", "_bytes", "_seconds")]
+    assert behind == [2, 40 + 50, 30.0], "what is left to copy, since when; without what was given up"
     assert types["asyncckpt_save_seconds"] == "histogram"
     assert samples[("process_open_fds", ())] > 0
 
