@@ -69,12 +69,7 @@ def shard_write(key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement
             raise contradiction(text + "; give the checkpointer the rank numbers of torch.distributed", [rank])
         assignment = agreement.shards.assignment(rank, claim)
         if assignment.is_own:
-            whole = tuple(
-                TensorBox(source, _origin(len(sizes)), sizes)
-                for (_, sizes), source in zip(leaf.boxes[:1], leaf.sources[:1], strict=True)
-            )
-            own_shape = whole[0].sizes if whole else (0,)
-            return TensorWrite((fqn, dtype, own_shape), per_rank_name(fqn, rank), whole)
+            return TensorWrite((fqn, dtype, (0,)), per_rank_name(fqn, rank), ())
     boxes, origins, shared = [], [], []
     for box, source, assigned in zip(leaf.boxes, leaf.sources, assignment.boxes, strict=True):
         offsets, sizes = box

@@ -212,13 +212,11 @@ class ShardOwnership:
         """
         if claim.fqn in self.conflicts:
             raise self.conflicts[claim.fqn]
-        if claim.fqn in self._own:
-            boxes = claim.boxes_of_rank(rank)
-            unwritten = tuple(BoxAssignment(()) for _ in boxes)
-            return ShardAssignment(unwritten, None, not self._has_reported(rank, claim), not _has_elements(boxes))
         is_reported = self._has_reported(rank, claim)
         sharding = self._shardings.get(claim.fqn)
         boxes = claim.boxes_of_rank(rank)
+        if claim.fqn in self._own and not _has_elements(boxes):
+            return ShardAssignment(tuple(BoxAssignment(()) for _ in boxes), None, not is_reported, is_own=True)
         is_known = not isinstance(sharding, BoxSharding) or sharding.knows(rank, boxes)
         if not is_reported or sharding is None or not is_known:
             found = tuple(self._default_assignment(rank, claim, box) for box in boxes)

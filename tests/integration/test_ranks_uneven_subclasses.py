@@ -217,3 +217,30 @@ def test_a_state_that_appears_after_the_first_save_is_saved_once_the_ranks_have_
     assert rank_processes.run(3, _save_later, str(tmp_path), shared_worker.endpoint) == [["coverage"]] * 3
     for name in "23":
         assert rank_processes.run(3, _load, str(tmp_path / name)) == [True] * 3
+
+
+def _hybrid(rank: int, seed: int) -> dict[str, Any]:
+    """Return a tensor of one row on a mesh of 2 by 2: ranks 0 and 2 hold it, ranks 1 and 3 nothing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    local: Any = torch.zeros(0, 8) if rank % 2 else blocks(seed, (1, 8))
+    mesh = init_device_mesh("cpu", (2, 2))
+    shape, placements = torch.Size((1, 8)), [Replicate(), Shard(0)]
+    return {"w": DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(8, 1))}
+
+
+def _save_and_load_hybrid(rank: int, path: str, endpoint: str) -> bool:
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        checkpointer.save(_hybrid(rank, 0), os.path.join(path, "sync"))
+    with asyncckpt.AsyncCheckpointer(endpoint=endpoint, fsync=False) as checkpointer:
+        for name in "ab":
+            checkpointer.save(_hybrid(rank, 0), os.path.join(path, name)).written.result(60)
+    found = [_hybrid(rank, 9) for _ in range(3)]
+    for name, target in zip(("sync", "a", "b"), found, strict=True):
+        asyncckpt.load(os.path.join(path, name), target)
+    return all(same(target["w"]._local_tensor, _hybrid(rank, 0)["w"]._local_tensor) for target in found)
+
+
+def test_replicas_of_ranks_without_elements_resume(tmp_path: Path, shared_worker: real_worker.RealWorker) -> None:
+    assert rank_processes.run(4, _save_and_load_hybrid, str(tmp_path), shared_worker.endpoint) == [True] * 4

@@ -545,6 +545,8 @@ def test_an_empty_part_beside_parts_with_components_is_the_ranks_own() -> None:
     found.check()
     claim = ShardClaim("w", "float32", (2, 4), grid_of((3,), 0), ())
     assert found.assignment(2, claim).is_own and not found.assignment(2, claim).is_unagreed
+    later = found.assignment(0, claim)  # its part is plain since the meeting
+    assert later.is_unagreed and not later.is_own and later.boxes[0].rows
     after = found.extended([((0, 1, 2), (claim,))], {})  # all ranks hold plain parts now
     assert not after.assignment(2, claim).is_own and isinstance(after.sharding_of("w"), MeshSharding)
 
