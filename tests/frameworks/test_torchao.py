@@ -240,7 +240,7 @@ def test_a_shard_that_ends_within_a_block_is_refused(name: str, first: str, tmp_
 
 
 @pytest.mark.parametrize(("shape", "others"), [((2, 4096), ()), ((4, 4096), (1, 2))], ids=str)
-def test_a_rank_without_rows_resumes_with_the_others(
+def test_ranks_of_which_one_has_no_rows_resume(
     shape: tuple[int, int], others: tuple[int, ...], tmp_path: pathlib.Path
 ) -> None:
     path = str(tmp_path / "c")
@@ -254,7 +254,7 @@ def test_a_rank_without_rows_resumes_with_the_others(
             assert same(_joined(loaded), _joined(saved[:2])), (first, world_size)
 
 
-def test_shards_of_which_some_are_too_small_to_be_quantized_are_refused_on_all_ranks(tmp_path: pathlib.Path) -> None:
+def test_ranks_of_which_some_cannot_quantize_their_shard_are_all_refused(tmp_path: pathlib.Path) -> None:
     path = str(tmp_path / "c")
     # ranks 0 and 1 have 43 rows of 128, 21.5 blocks of 256; rank 2 has 42, 21 blocks
     errors, _, _ = _run_sharded(3, "AdamW8bit", path, "save", (128, 128))
@@ -264,7 +264,7 @@ def test_shards_of_which_some_are_too_small_to_be_quantized_are_refused_on_all_r
 
 
 @pytest.mark.parametrize(("shape", "block_size"), [((128, 128), 128), ((96, 128), 256), ((66, 128), 256)], ids=str)
-def test_another_block_size_or_shape_avoids_that(
+def test_ranks_with_another_block_size_or_shape_avoid_that(
     shape: tuple[int, int], block_size: int, tmp_path: pathlib.Path
 ) -> None:
     path = str(tmp_path / "c")
