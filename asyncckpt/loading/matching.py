@@ -64,7 +64,7 @@ from asyncckpt.loading.target_tensors import (
 )
 from asyncckpt.loading.targets import Targets, is_empty_object, is_loadable, reusable_state_tensors, unwrap_per_rank
 from asyncckpt.per_rank import PerRank
-from asyncckpt.state_dict.composite_tensors import decompose, new_dtensor_like
+from asyncckpt.state_dict.composite_tensors import context_of, decompose, new_dtensor_like
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, Flattened, flatten
 from asyncckpt.state_dict.leaf_codecs import is_same_leaf
 from asyncckpt.state_dict.numpy_values import view_of
@@ -820,7 +820,9 @@ class _Matcher:
             )
         if not is_subclass:
             return None
-        if not is_same_leaf(saved["context"], rest["context"]):
+        # Checkpoints of older versions have the context of one rank's part as it is.
+        is_same = is_same_leaf(context_of(saved), context_of(rest)) or is_same_leaf(saved["context"], rest["context"])
+        if not is_same:
             was, own = (f"{one!r:.200}" for one in (saved["context"], rest["context"]))
             return composite_mismatch(fqn, node[3], f"the context {was}", own, self._path)
         inner = zip(members(node), members(found), strict=True)
