@@ -98,25 +98,6 @@ class Blocks(Sample):
         return Blocks(self.codes[start:end], self.scale[int(first) : int(last)], self.table.clone(), self.settings)
 
 
-class Packed(Sample):
-    """Flat codes of 4 bits, two in a byte, with a scale for each `block` of elements. The context has the size."""
-
-    components = ("codes", "scale")
-    context = ("block", "note", "size_")
-
-    @staticmethod
-    def __new__(cls: Any, codes: torch.Tensor, scale: torch.Tensor, block: int, note: Any, size_: torch.Size) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, size_, dtype=torch.float32, device=codes.device)
-
-    def slice(self, dim: int, start: int, end: int) -> Packed:
-        width = math.prod(self.shape[1:])
-        first, last = start * width, end * width
-        if dim or first % self.block or last % self.block:
-            raise ValueError("only whole blocks")
-        codes, scale = self.codes[first // 2 : last // 2], self.scale[first // self.block : last // self.block]
-        return Packed(codes, scale, self.block, self.note, torch.Size((end - start, *self.shape[1:])))
-
-
 class OneScale(Sample):
     """Codes with one scale for all elements."""
 
@@ -135,13 +116,6 @@ def blocks(seed: int, shape: tuple[int, ...] = (12, 8), settings: Settings = Set
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(-128, 127, shape, dtype=torch.int8, generator=g)
     return Blocks(codes, torch.rand(codes.numel() // settings.block, generator=g), torch.arange(16.0), settings)
-
-
-def packed(seed: int, note: Any = None, shape: tuple[int, ...] = (12, 8), block: int = 16) -> Packed:
-    """Return a random `Packed`."""
-    g, n = torch.Generator().manual_seed(seed), math.prod(shape)
-    codes = torch.randint(0, 256, (n // 2,), dtype=torch.uint8, generator=g)
-    return Packed(codes, torch.rand(n // block, generator=g), block, note, torch.Size(shape))
 
 
 def one_scale(seed: int, shape: tuple[int, ...] = (12, 8), note: Any = None) -> OneScale:

@@ -410,7 +410,6 @@ class Coordination:
             ProtocolError: A contribution is malformed.
             ReplicaMismatchError: Shards that several ranks hold differ.
             RanksDisagreeError, OverlappingShardsError: The ranks' claims of shards contradict each other.
-            UnsupportedLeafError: Some ranks hold parts of a subclass, others plain parts of the same tensor.
             AsyncCkptError: From `gather`.
         """
         contributions = decode_contributions(raw)

@@ -64,12 +64,12 @@ from asyncckpt.loading.target_tensors import (
 )
 from asyncckpt.loading.targets import Targets, is_empty_object, is_loadable, reusable_state_tensors, unwrap_per_rank
 from asyncckpt.per_rank import PerRank
-from asyncckpt.state_dict.composite_tensors import context_of, decompose, new_dtensor_like
+from asyncckpt.state_dict.composite_tensors import decompose, new_dtensor_like
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, Flattened, flatten
 from asyncckpt.state_dict.leaf_codecs import is_same_leaf
 from asyncckpt.state_dict.numpy_values import view_of
 from asyncckpt.state_dict.unflatten import has_lost_factory
-from asyncckpt.storage.contents import SavedTensor, is_own_empty
+from asyncckpt.storage.contents import SavedTensor
 from asyncckpt.torch_tensors import torch_dtype, why_no_memory
 
 Mismatch = ShapeMismatchError | LeafTypeMismatchError
@@ -421,8 +421,6 @@ class _Matcher:
             self._match_composite(leaf, saved_fqn)
             return
         found = self._saved.leaves.get(saved_fqn)
-        if found is None and node[0] == TENSOR and self._match_empty_part(leaf, saved_fqn):
-            return
         if found is None:
             self._match_container(leaf, value, saved_fqn)
             return
@@ -705,8 +703,6 @@ class _Matcher:
         if found in numbers:
             return
         numbers.append(found)
-        if target.is_empty_part and is_own_empty(tensor.fqn, tensor.global_shape):
-            return
         if target.global_shape != tensor.global_shape:
             self._refuse(_shape_mismatch(fqn, tensor, target, self._path))
             return
@@ -746,20 +742,6 @@ class _Matcher:
         for one, number in self._components(value, node, found):
             self._match_tensor(TargetLeaf((*path, *one.path), f"{fqn}.{fqn_of(one.path)}", *one[2:]), number)
         self._record_filled(leaf)
-
-    def _match_empty_part(self, leaf: TargetLeaf, saved_fqn: str) -> bool:
-        """Match a shard without elements, which may be plain on this rank only, with a saved composite tensor."""
-        entry, value = self._saved.node_at(saved_fqn, leaf.path), leaf.holder[leaf.key]
-        if entry is None or entry[1][0] != COMPOSITE or type(value) in PLAIN_TENSORS:
-            return False
-        at, found = entry
-        target = target_tensor(unwrap_per_rank(value), leaf.fqn)
-        rest = rest_of(found, self._objects.value(*self._saved.object_at(found[2])), self._saved, self._path)
-        if not target.is_empty_part or SHARDED not in rest or rest["size"] != list(target.global_shape):
-            return False
-        self._read_nodes.append((at, found))
-        self._record_filled(leaf)
-        return True
 
     def _fits(self, node: Node, rests: Sequence[Any], found: Node) -> bool:
         return node[3] not in TENSOR_KINDS and self._composite_mismatch("", node, rests, found) is None
@@ -820,9 +802,7 @@ class _Matcher:
             )
         if not is_subclass:
             return None
-        # Checkpoints of older versions have the context of one rank's part as it is.
-        is_same = is_same_leaf(context_of(saved), context_of(rest)) or is_same_leaf(saved["context"], rest["context"])
-        if not is_same:
+        if not is_same_leaf(saved["context"], rest["context"]):
             was, own = (f"{one!r:.200}" for one in (saved["context"], rest["context"]))
             return composite_mismatch(fqn, node[3], f"the context {was}", own, self._path)
         inner = zip(members(node), members(found), strict=True)

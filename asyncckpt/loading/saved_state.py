@@ -64,7 +64,7 @@ from asyncckpt.state_dict.flatten import object_fqn
 from asyncckpt.state_dict.leaf_codecs import decode_leaf
 from asyncckpt.state_dict.pickling import importable_type, unpickle
 from asyncckpt.state_dict.unflatten import ComposeError, Unflattener
-from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, is_own_empty, read_objects
+from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 
 _INNER = (*MAPPINGS, *SEQUENCES)
@@ -151,11 +151,6 @@ class SavedTree:
         if first[0] in SEQUENCES and first[0] == other[0] and len(first[1]) == len(other[1]):
             pairs = enumerate(zip(first[1], other[1], strict=True))
             return (first[0], tuple(self._join(a, b, (*path, n)) for n, (a, b) in pairs), *first[2:])
-        if COMPOSITE in (first[0], other[0]) and TENSOR in (first[0], other[0]):
-            tensor = self.tensors[(first if first[0] == TENSOR else other)[1]]
-            if is_own_empty(tensor.fqn, tensor.global_shape):  # the part of a rank without elements, and another rank's
-                is_readers = self.reader_rank is not None and tensor.fqn.endswith(f"@rank{self.reader_rank}")
-                return first if first[0] == COMPOSITE or is_readers else other
         are_unlike = other is not OTHER_RANKS_ONLY and (first[0] != other[0] or first[0] in SEQUENCES)
         if self.reader_rank is None and are_unlike:
             self.unlike.add(fqn_of(path))

@@ -59,11 +59,6 @@ class TargetTensor(NamedTuple):
         """Whether `value` itself is the plain tensor that is filled."""
         return len(self.shards) == 1 and self.shards[0].tensor is self.value
 
-    @property
-    def is_empty_part(self) -> bool:
-        """Whether this process holds no elements of a tensor that has elements."""
-        return not self.is_whole and 0 not in self.global_shape and not any(one.numel() for one, _ in self.shards)
-
     def takes(self, saved: SavedTensor) -> bool:
         """Whether it has the shape and dtype of `saved`."""
         return (self.dtype, self.global_shape) == (getattr(torch, saved.dtype, None), saved.global_shape)

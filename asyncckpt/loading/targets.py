@@ -24,17 +24,7 @@ from typing import Any
 import torch
 
 from asyncckpt.distributed.process_group import has_other_ranks
-from asyncckpt.format.state_tree import (
-    COMPOSITE,
-    TENSOR,
-    Node,
-    Path,
-    fqn_of,
-    leaves,
-    members,
-    python_keys,
-    whole_leaves,
-)
+from asyncckpt.format.state_tree import COMPOSITE, TENSOR, Node, Path, fqn_of, members, python_keys, whole_leaves
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry, state_load_error, takes_strict
 from asyncckpt.loading.target_tensors import Reused, TargetTensor, shares_own_memory, storages_of, target_tensor
 from asyncckpt.per_rank import PerRank
@@ -42,8 +32,8 @@ from asyncckpt.sharding.registry import shards_of
 from asyncckpt.state_dict.composite_tensors import decompose
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, flatten, typed_key
 from asyncckpt.state_dict.stateful import unwrapped
-from asyncckpt.storage.contents import SavedTensor, is_own_empty
-from asyncckpt.torch_tensors import torch_dtype, why_no_memory
+from asyncckpt.storage.contents import SavedTensor
+from asyncckpt.torch_tensors import why_no_memory
 
 
 class Targets:
@@ -498,9 +488,6 @@ def reusable_state_tensors(
             is_alike = mine is not None and mine[0] == COMPOSITE and fits(mine, flat.objects, one)
             if is_alike and _reuse_composite(reused, one, value, saved):
                 continue
-            if parameter is not None and target_tensor(parameter, "").is_empty_part:
-                _reuse_empty_part(reused, one, parameter, saved)
-                continue
             made = None if parameter is None else make_like(parameter, one)
             if made is not None:
                 _reuse_composite(reused, one, made, saved)
@@ -538,20 +525,6 @@ def _reuse_composite(reused: Reused, node: Node, value: Any, saved: Sequence[Sav
     return True
 
 
-def _reuse_empty_part(reused: Reused, node: Node, parameter: torch.Tensor, saved: Sequence[SavedTensor]) -> None:
-    """Record an empty plain shard for what was saved as `node`: this process holds no elements of the parameter.
-
-    None of its components is read.
-    """
-    for _, leaf in leaves(node):
-        tensor = saved[leaf[1]]
-        dtype = torch_dtype(tensor.dtype)
-        nothing = torch.empty(0, dtype=dtype, device="cpu")
-        reused.tensors.setdefault(leaf[1], TargetTensor(nothing, "", dtype, tensor.global_shape, ()))
-    with torch.no_grad():
-        reused.composites[node] = torch.empty_like(parameter, requires_grad=False)
-
-
 def _component_numbers(node: Node, value: Any) -> Iterator[tuple[int, torch.Tensor]]:
     described = decompose(value)
     assert described is not None
@@ -583,12 +556,11 @@ def _value_at(state: Any, path: Path) -> Any:
 
 
 def _sharded_like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
-    """Return a new tensor that is sharded like a parameter, if `saved` has its shape, or is its empty part."""
+    """Return a new tensor that is sharded like a parameter, if `saved` has its shape."""
+    if tuple(parameter.shape) != saved.global_shape:
+        return None
     dtype = getattr(torch, saved.dtype, None)
     if dtype is None:
-        return None
-    is_part = is_own_empty(saved.fqn, saved.global_shape) and target_tensor(parameter, "").is_empty_part
-    if tuple(parameter.shape) != saved.global_shape and not is_part:
         return None
     with torch.no_grad():
         return target_tensor(torch.empty_like(parameter, dtype=dtype, requires_grad=False), "")

@@ -55,20 +55,15 @@ class Contribution:
         own_nbytes: Bytes of the `PerRank` tensors.
         digests: Aligned with `tensors`: the tagged 8-byte digest of the tensor's elements, or b"" without one.
         shards: Claims of the tensors of which this rank holds parts.
-        composites: (FQN, class) of the tensors whose part on this rank is stored as components.
     """
 
     tensors: tuple[TensorKey, ...]
     own_nbytes: int
     digests: tuple[bytes, ...]
     shards: tuple[ShardClaim, ...] = ()
-    composites: tuple[tuple[str, str], ...] = ()
 
     def encode(self) -> bytes:
-        """Return msgpack of [msgpack of tensors, own_nbytes, msgpack of digests].
-
-        With shards or composites, `encode_claims` follows; with composites also msgpack of [class, [FQN, ...], ...].
-        """
+        """Return msgpack of [msgpack of tensors, own_nbytes, msgpack of digests]; with shards also `encode_claims`."""
         return _encode(self, {})
 
     @classmethod
@@ -98,7 +93,7 @@ def decode_contributions(raw: Mapping[int, bytes]) -> dict[int, Contribution]:
     Raises:
         ProtocolError: The bytes of a rank are not an encoded contribution.
     """
-    memos: tuple[_Memo, _Memo, _Memo, _Memo] = {}, {}, {}, {}
+    memos: tuple[_Memo, _Memo, _Memo] = {}, {}, {}
     found = {}
     rank: Any = None
     try:
@@ -119,22 +114,15 @@ def _encode(contribution: Contribution, memo: dict[int, bytes]) -> bytes:
     if tensors is None:
         tensors = memo[id(contribution.tensors)] = msgpack.packb(contribution.tensors)
     fields = [tensors, contribution.own_nbytes, msgpack.packb(contribution.digests)]
-    if contribution.shards or contribution.composites:
+    if contribution.shards:
         shards = memo.get(id(contribution.shards))
         if shards is None:
             shards = memo[id(contribution.shards)] = encode_claims(contribution.shards)
         fields.append(shards)
-    if contribution.composites:
-        classes: dict[str, list[str]] = {}
-        for fqn, kind in contribution.composites:
-            classes.setdefault(kind, []).append(fqn)
-        fields.append(msgpack.packb([one for item in classes.items() for one in item]))
     return bytes(msgpack.packb(fields))
 
 
-def _decode(
-    data: bytes, tensors_memo: _Memo, digests_memo: _Memo, shards_memo: _Memo, classes_memo: _Memo
-) -> Contribution:
+def _decode(data: bytes, tensors_memo: _Memo, digests_memo: _Memo, shards_memo: _Memo) -> Contribution:
     raw_tensors, own_nbytes, raw_digests, *more = unpack_strict(data)
     tensors = tensors_memo.get(raw_tensors)
     if tensors is None:
@@ -151,12 +139,7 @@ def _decode(
         shards = shards_memo.get(more[0], ())
         if not shards:
             shards = shards_memo[more[0]] = decode_claims(more[0])
-    composites: tuple[tuple[str, str], ...] = ()
-    if len(more) > 1:
-        composites = classes_memo.get(more[1], ())
-        if not composites:
-            composites = classes_memo[more[1]] = _composites(unpack_strict(more[1]))
-    return Contribution(tensors=tensors, own_nbytes=own_nbytes, digests=digests, shards=shards, composites=composites)
+    return Contribution(tensors=tensors, own_nbytes=own_nbytes, digests=digests, shards=shards)
 
 
 def _tensors(raw: Any) -> Iterator[TensorKey]:
@@ -173,17 +156,6 @@ def _tensors(raw: Any) -> Iterator[TensorKey]:
             raise ValueError(f"tensor {fqn!r} has the invalid shape {shape!r}")
         seen.add(fqn)
         yield fqn, dtype, shape
-
-
-def _composites(raw: Any) -> tuple[tuple[str, str], ...]:
-    if not isinstance(raw, tuple) or len(raw) % 2:
-        raise ValueError("the classes of tensors are not a list of classes and FQNs")
-    found = []
-    for kind, names in zip(raw[::2], raw[1::2], strict=True):
-        if type(kind) is not str or not isinstance(names, tuple) or not all(type(name) is str for name in names):
-            raise ValueError(f"the FQNs of tensors of class {kind!r} are malformed")
-        found += [(name, kind) for name in names]
-    return tuple(found)
 
 
 def _digests(raw: Any) -> tuple[bytes, ...]:

@@ -15,7 +15,7 @@ from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.dcp import build_dcp_layout, room_for_dcp
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout, room_for
 from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
-from asyncckpt.format.state_tree import OBJECT, SHARDED, composite_nodes, fqn_of, leaves
+from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
 from asyncckpt.format.structure import Box, Structure, TensorEntry, encode_structure
 from asyncckpt.planning.contributions import Contribution, TensorKey
 from asyncckpt.planning.file_groups import grouped_layout
@@ -68,8 +68,6 @@ def shard_write(key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement
             text = f"rank {rank} of the checkpointer holds a shard of {fqn!r} that another rank of its mesh should hold"
             raise contradiction(text + "; give the checkpointer the rank numbers of torch.distributed", [rank])
         assignment = agreement.shards.assignment(rank, claim)
-        if assignment.is_own:
-            return TensorWrite((fqn, dtype, (0,)), per_rank_name(fqn, rank), ())
     boxes, origins, shared = [], [], []
     for box, source, assigned in zip(leaf.boxes, leaf.sources, assignment.boxes, strict=True):
         offsets, sizes = box
@@ -139,11 +137,6 @@ def contribution_of(flat: Flattened) -> Contribution:
         own_nbytes=sum(flat.tensors[number].numel() * DTYPES[keys[number][1]].itemsize for number in own),
         digests=(b"",) * len(common),
         shards=tuple(leaf.claim(*keys[number][:2]) for number, leaf in flat.shards.items()),
-        composites=tuple(
-            (fqn_of(path), node[3])
-            for path, node in composite_nodes(flat.tree)
-            if isinstance(rest := flat.objects[node[2]], dict) and SHARDED in rest
-        ),
     )
 
 

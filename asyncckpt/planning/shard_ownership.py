@@ -5,9 +5,7 @@ its name which of these writes it. Boxes that are described one by one need an a
 compared as a whole, at a meeting, are split and balanced between the holders. Before that, one holder writes the whole
 box, so that no stored box mixes bytes that were never compared.
 
-A shard is never stored per rank, with one exception: a rank whose part of a tensor is empty may hold it as a plain
-tensor while the others hold theirs as a subclass with components. It stores the empty part under its own name. A name
-about which the ranks contradict each other cannot be saved.
+A shard is never stored per rank. A name about which the ranks contradict each other cannot be saved.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from asyncckpt.dtypes import DTYPES
-from asyncckpt.errors import AsyncCkptError, OverlappingShardsError, RanksDisagreeError, UnsupportedLeafError
+from asyncckpt.errors import AsyncCkptError, OverlappingShardsError, RanksDisagreeError
 from asyncckpt.format.structure import Box, find_overlap
 from asyncckpt.planning.load_balancing import divide_replicas, replica_of
 from asyncckpt.planning.sample_schedule import SAMPLE_LIMIT, SampleSchedule
@@ -30,8 +28,6 @@ from asyncckpt.sharding.shard_claims import ShardClaim
 Rows = tuple[tuple[int, int], ...]
 """(first row, number of rows) along the first dimension of a box that is larger than 1."""
 _Key = tuple[str, Box]
-
-_MAX_RANKS_SHOWN = 8
 
 
 class ReportedClaim(NamedTuple):
@@ -106,13 +102,11 @@ class ShardAssignment(NamedTuple):
         boxes: Aligned with the boxes that the rank holds.
         schedule: The saves at which its shared boxes are compared; None: never.
         is_unagreed: Whether the ranks have not agreed on it yet, so that they must meet.
-        is_own: Whether its empty part is stored under the rank's own name: other ranks store theirs as components.
     """
 
     boxes: tuple[BoxAssignment, ...]
     schedule: SampleSchedule | None
     is_unagreed: bool
-    is_own: bool = False
 
 
 class ShardOwnership:
@@ -126,7 +120,6 @@ class ShardOwnership:
         self._world_size = world_size
         self._reported: dict[str, tuple[ReportedClaim, ...]] = {}
         self._shardings: dict[str, MeshSharding | BoxSharding] = {}
-        self._own: dict[str, None] = {}  # FQNs of parts that are all empty, of tensors that other ranks hold composite
         self._base: dict[int, int] = {}
         self.conflicts: dict[str, AsyncCkptError] = {}
         self._assignments_of_rank: dict[int, dict[_Key, BoxAssignment]] = {}
@@ -137,7 +130,6 @@ class ShardOwnership:
         base: Mapping[int, int],
         *,
         whole: Collection[str] = (),
-        composites: Iterable[tuple[tuple[int, ...], tuple[tuple[str, str], ...]]] = (),
     ) -> ShardOwnership:
         """Return the ownership after a meeting.
 
@@ -146,22 +138,16 @@ class ShardOwnership:
             base: By rank, the bytes that it writes in addition to shards.
             whole: FQNs under which ranks hold whole tensors now. If shards are claimed under one of them, too, that is
                 a conflict.
-            composites: (ranks, (FQN, class) of the tensors whose parts each of them stores as components).
         """
         after = ShardOwnership(self._world_size)
         after._reported, after._shardings = dict(self._reported), dict(self._shardings)
-        after.conflicts, after._own = dict(self.conflicts), dict(self._own)
-        classes: dict[str, dict[str, list[int]]] = {}
-        for ranks, named in composites:
-            for fqn, kind in named:
-                classes.setdefault(fqn, {}).setdefault(kind, []).extend(ranks)
+        after.conflicts = dict(self.conflicts)
         reported: dict[str, list[ReportedClaim]] = {}
         for ranks, claims in groups:
             for claim in claims:
                 reported.setdefault(claim.fqn, []).append(ReportedClaim(ranks, claim))
-        for fqn in {*reported, *whole, *classes}:
+        for fqn in {*reported, *whole}:
             after._reported.pop(fqn, None)
-            after._own.pop(fqn, None)
             after._shardings.pop(fqn, None)
             after.conflicts.pop(fqn, None)
         for fqn, reports in reported.items():
@@ -171,12 +157,6 @@ class ShardOwnership:
                 after.conflicts[fqn] = found
             elif found is not None:
                 after._shardings[fqn] = found
-            if fqn in classes:
-                plain = [rank for ranks, claim in reports for rank in ranks if _has_elements(claim.boxes_of_rank(rank))]
-                if plain:
-                    after.conflicts[fqn] = _mixed(fqn, plain, classes[fqn])
-                else:
-                    after._own[fqn] = None
             if fqn in whole:
                 holders = [rank for ranks, _ in reports for rank in ranks]
                 text = f"ranks {holders[:4]} hold shards of {fqn!r}, other ranks a plain tensor of that name"
@@ -190,7 +170,7 @@ class ShardOwnership:
         """Check that the ranks do not contradict each other.
 
         Raises:
-            RanksDisagreeError, OverlappingShardsError, UnsupportedLeafError: They do; names the first such FQN.
+            RanksDisagreeError, OverlappingShardsError: They do; names the first such FQN.
         """
         if self.conflicts:
             raise self.conflicts[min(self.conflicts)]
@@ -215,8 +195,6 @@ class ShardOwnership:
         is_reported = self._has_reported(rank, claim)
         sharding = self._shardings.get(claim.fqn)
         boxes = claim.boxes_of_rank(rank)
-        if claim.fqn in self._own and not _has_elements(boxes):
-            return ShardAssignment(tuple(BoxAssignment(()) for _ in boxes), None, not is_reported, is_own=True)
         is_known = not isinstance(sharding, BoxSharding) or sharding.knows(rank, boxes)
         if not is_reported or sharding is None or not is_known:
             found = tuple(self._default_assignment(rank, claim, box) for box in boxes)
@@ -465,29 +443,6 @@ def _unequal_tensors(reports: Sequence[ReportedClaim]) -> RanksDisagreeError:
         "of torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which has names as keys",
         list(kinds.values()),
     )
-
-
-def _has_elements(boxes: Iterable[Box]) -> bool:
-    return any(0 not in sizes for _, sizes in boxes)
-
-
-def _mixed(fqn: str, plain: Sequence[int], classes: Mapping[str, Sequence[int]]) -> UnsupportedLeafError:
-    """Return the error for a tensor of which some ranks hold plain parts and others parts of a subclass."""
-    found = [f"{kind} on {_ranks_text(ranks)}" for kind, ranks in sorted(classes.items())]
-    return UnsupportedLeafError(
-        f"the parts of {fqn!r}, a DTensor, are plain tensors on {_ranks_text(plain)}, but {', '.join(found)}. Nothing "
-        "was saved: all ranks that hold elements of it must hold the same class. The class decides by the shape of a "
-        "rank's part: choose the parameter's shape, the block size or the number of ranks so that all parts qualify, "
-        "or none; or train this parameter with another optimizer",
-        leaf=fqn,
-        type_name=min(classes),
-    )
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:_MAX_RANKS_SHOWN]))
-    more = f" and {len(ranks) - _MAX_RANKS_SHOWN} more" if len(ranks) > _MAX_RANKS_SHOWN else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def contradiction(text: str, ranks: Sequence[int]) -> RanksDisagreeError:

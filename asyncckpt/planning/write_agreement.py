@@ -208,8 +208,7 @@ class Agreement:
                     for h, keys in sharers.items()}  # fmt: skip
         loads = self._loads(contributions, new)
         whole = {fqn for c in contributions.values() for fqn, _, _ in c.tensors}
-        composites = _grouped(contributions, attrgetter("composites"))
-        self.shards = self.shards.extended(group_by_shards(contributions), loads, whole=whole, composites=composites)
+        self.shards = self.shards.extended(group_by_shards(contributions), loads, whole=whole)
         for fqn in self.shards.names:  # a name is that of whole tensors or of shards, never of both
             if fqn not in whole:
                 self._forget(fqn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -163,7 +163,7 @@ def _places(
     dims = sorted({placement[0] for placement in placements if placement})
     moved: dict[str, dict[int, int]] = {name: {} for name in components}  # dimension of the whole -> of the component
     for d in dims:
-        length, part = part_of(local, d, slice_of)
+        length, part = _part_of(local, d, slice_of)
         for name, tensor in components.items():
             if part is None:
                 if tensor.dim() == local.dim() and tensor.shape[d] == local.shape[d]:
@@ -184,13 +184,8 @@ def _places(
     return found
 
 
-_Part = TypeVar("_Part")
-
-
-def part_of(
-    local: torch.Tensor, dim: int, slice_of: Callable[[torch.Tensor, int, int], _Part | None]
-) -> tuple[int, _Part | None]:
-    """Return the length of a slice that a class can make, and the slice; classes may need a multiple of blocks."""
+def _part_of(local: torch.Tensor, dim: int, slice_of: Slice) -> tuple[int, Mapping[str, torch.Tensor] | None]:
+    """Return the length of a slice that a class can make, and its components; classes may need a multiple of blocks."""
     n = local.shape[dim]
     for length in dict.fromkeys((n // 2, *(1 << bit for bit in range(n.bit_length() - 1, -1, -1)))):
         if 0 < length < n:

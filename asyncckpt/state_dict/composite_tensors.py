@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.objects import MAX_NESTING
 from asyncckpt.format.state_tree import MAX_KIND_CHARS, SHARDED, TENSOR_KINDS
-from asyncckpt.sharding.dtensor import mesh_position_of, part_of, sharded_components
+from asyncckpt.sharding.dtensor import mesh_position_of, sharded_components
 from asyncckpt.sharding.registry import is_dtensor
 
 _KNOWN_MODULES = (
@@ -201,101 +201,10 @@ def _of_dtensor(value: Any) -> Composite | None:
         return None
     if found.kind in TENSOR_KINDS or any(decompose(tensor) is not None for tensor in found.tensors.values()):
         raise _refused(value, f"its local tensor is a {found.kind}; only subclasses of plain tensors are stored there")
-    sharded = sharded_components(value, local, found.tensors, _components_of_slice)
+    sharded = sharded_components(value, local, found.tensors, _slice_of)
     rest = {**found.rest, "size": list(value.shape), "stride": list(value.stride())}
     rest[SHARDED] = {name: dict(component.dims) for name, component in sharded.items()}
-    if _names_local_size(local, rest["context"], {d for dims in rest[SHARDED].values() for d in dims}):
-        rest[_LOCAL_SIZE] = list(local.shape)
     return Composite(found.kind, {**found.tensors, **sharded}, rest, found.types)
-
-
-_LOCAL_SIZE = "local_size"
-"""Of `Composite.rest`, if the context contains the size of this process's part: this size. Other parts, and the whole
-tensor, have their own in its place."""
-
-_MAX_CONTEXTS = 4096
-_names_size: dict[Any, bool] = {}
-"""Results of `_names_local_size`, by what they depend on: slicing calls code of the class."""
-
-
-def _names_local_size(local: torch.Tensor, context: Any, dims: Collection[int]) -> bool:
-    """Whether a context contains the size of the local tensor, and a slice has its own size in all these places.
-
-    A value that only happens to equal the size, such as that of a block, stays the same in a slice.
-
-    Args:
-        local: The local tensor of a DTensor.
-        context: Its context, as in `Composite.rest`.
-        dims: The dimensions in which it is sharded.
-    """
-    size = tuple(local.shape)
-    if not dims or not _contains(context, size):
-        return False
-    key = (type(local), size, tuple(sorted(dims)), repr(context))
-    found = _names_size.get(key)
-    if found is None:
-        if len(_names_size) >= _MAX_CONTEXTS:
-            _names_size.clear()
-        parts = [(d, *part_of(local, d, _slice_of)) for d in dims]
-        found = _names_size[key] = all(
-            part is not None and _is_resized(context, part.rest["context"], size, (*size[:d], length, *size[d + 1 :]))
-            for d, length, part in parts
-        )
-    return found
-
-
-def _is_size(values: Any, size: Sequence[int]) -> bool:
-    """Whether a value in a context is a size: `torch.Size`, a tuple or a list of these integers."""
-    return (
-        type(values) in (torch.Size, tuple, list)
-        and len(values) == len(size)
-        and all(type(a) is int and a == b for a, b in zip(values, size, strict=True))
-    )
-
-
-def _contains(values: Any, size: Sequence[int]) -> bool:
-    return _is_size(values, size) or any(_contains(member, size) for member in _members(values))
-
-
-def _is_resized(values: Any, part: Any, size: Sequence[int], part_size: Sequence[int]) -> bool:
-    """Whether `part`, the context of a slice, has the slice's size wherever `values` has the size of the tensor."""
-    if _is_size(values, size):
-        return _is_size(part, part_size)
-    mine, others = _members(values), _members(part)
-    return len(mine) == len(others) and all(
-        _is_resized(one, other, size, part_size) for one, other in zip(mine, others, strict=True)
-    )
-
-
-def _members(values: Any) -> list[Any]:
-    if isinstance(values, Instance):
-        return [values.values]
-    if isinstance(values, dict):
-        return list(values.values())
-    return list(values) if isinstance(values, (list, tuple)) else []
-
-
-def _resized(values: Any, size: Sequence[int], wanted: Sequence[int]) -> Any:
-    """Return a context with the size `wanted` in place of `size`."""
-    if _is_size(values, size):
-        return type(values)(wanted)
-    if isinstance(values, Instance):
-        return values._replace(values=_resized(values.values, size, wanted))
-    if type(values) is dict:
-        return {key: _resized(member, size, wanted) for key, member in values.items()}
-    if type(values) is list or type(values) is tuple:
-        return type(values)(_resized(member, size, wanted) for member in values)
-    return values
-
-
-def context_of(rest: Mapping[str, Any]) -> Any:
-    """Return the context of a subclass, with its `size` in place of the size of one rank's part.
-
-    Args:
-        rest: As in `Composite`, or as decoded and checked.
-    """
-    size = rest.get(_LOCAL_SIZE)
-    return rest["context"] if size is None else _resized(rest["context"], size, rest["size"])
 
 
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -340,7 +249,7 @@ def new_dtensor_like(parameter: Any, kind: str, rest: Any, forms: Mapping[str, F
     return found
 
 
-def _slice_of(value: torch.Tensor, dim: int, length: int) -> Composite | None:
+def _slice_of(value: torch.Tensor, dim: int, length: int) -> Mapping[str, torch.Tensor] | None:
     try:
         with torch.no_grad():
             found = decompose(torch.ops.aten.slice.Tensor(value, dim, 0, length))
@@ -349,12 +258,7 @@ def _slice_of(value: torch.Tensor, dim: int, length: int) -> Composite | None:
         return None
     if found is None or own is None or found.tensors.keys() != own.tensors.keys():
         return None
-    return found
-
-
-def _components_of_slice(value: torch.Tensor, dim: int, length: int) -> Mapping[str, torch.Tensor] | None:
-    found = _slice_of(value, dim, length)
-    return None if found is None else found.tensors
+    return found.tensors
 
 
 def _as_values(context: Any, types: dict[str, type], depth: int = 0) -> Any:
@@ -398,7 +302,8 @@ def needed_types(kind: str, rest: Any) -> list[tuple[str, str]]:
 def _types_in(values: Any) -> list[tuple[str, str]]:
     if isinstance(values, Instance):
         return [(values.kind, values.form), *_types_in(values.values)]
-    return [found for member in _members(values) for found in _types_in(member)]
+    members = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
+    return [found for member in members for found in _types_in(member)]
 
 
 def check_rest(kind: str, rest: Any) -> dict[str, Any]:
@@ -411,9 +316,9 @@ def check_rest(kind: str, rest: Any) -> dict[str, Any]:
         raise ValueError(f"it is described by a {type(rest).__name__}, expected a dict")
     if kind in TENSOR_KINDS:
         return rest
-    lengths = [rest.get("size"), rest.get("stride"), rest.get(_LOCAL_SIZE, [])]
+    lengths = [rest.get("size"), rest.get("stride")]
     if "context" not in rest or not all(isinstance(one, list) and all(type(n) is int for n in one) for one in lengths):
-        raise ValueError("it has no context, size or stride, or its local size is malformed")
+        raise ValueError("it has no context, size or stride")
     sharded = rest.get(SHARDED, {})
     dims = sharded.values() if isinstance(sharded, dict) else (None,)
     if not all(isinstance(one, dict) and all(type(n) is int and n >= 0 for n in (*one, *one.values())) for one in dims):
@@ -468,12 +373,12 @@ def compose(
     if kind in TENSOR_KINDS:
         return _MAKERS[kind](kind, tensors, rest)
     made: Any = type_of(kind)
-    context = _from_values(context_of(rest), type_of)
+    context = _from_values(rest["context"], type_of)
     size, stride = torch.Size(rest["size"]), tuple(rest["stride"])
     found = made.__tensor_unflatten__(dict(tensors), context, size, stride)
     if not isinstance(found, torch.Tensor):
         raise TypeError(f"its __tensor_unflatten__() returned a {type(found).__name__}")
-    if found.shape != size:  # for example the context of one rank's part, of a class without slices
+    if found.shape != size:  # for example the context of one rank's part
         raise ValueError(f"its __tensor_unflatten__() returned a tensor of shape {list(found.shape)}, not {list(size)}")
     return found
 

@@ -185,11 +185,6 @@ class Contents:
         return sum(s.nbytes for rank in self.ranks for s in rank.index.shards if s.origin is not None)
 
 
-def is_own_empty(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a stored tensor is the empty part that a rank holds of a tensor: it has no elements and a rank's name."""
-    return 0 in shape and split_per_rank_name(name) is not None
-
-
 def corrupt(path: str, file: str, detail: str) -> CorruptCheckpointError:
     """Return the error of a damaged file of the checkpoint at `path`."""
     return CorruptCheckpointError(f"{os.path.join(path, file)}: {detail}", path=path, file=file, detail=detail)

@@ -20,7 +20,6 @@ from asyncckpt.errors import (
     RanksDisagreeError,
     ReplicaMismatchError,
     SaveFailedError,
-    UnsupportedLeafError,
 )
 from asyncckpt.format.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.format.manifest import RankRecord
@@ -184,11 +183,7 @@ def _meet(steps: LocalSave, meeting: Meeting, flatten: Callable[[], Flattened]) 
             flattened[0],
             lambda digests: meeting.gather(digests, time.monotonic() + timeout_s),
         )
-    except (
-        OverlappingShardsError,
-        RanksDisagreeError,
-        UnsupportedLeafError,
-    ):  # raised on all ranks: their claims of shards may be outdated
+    except (OverlappingShardsError, RanksDisagreeError):  # raised on all ranks: their claims of shards may be outdated
         ranks.agreement = None
         raise
 

@@ -576,7 +576,6 @@ BAD = {
     "no dict": ("a", lambda v: 5),
     "no context": ("a", lambda v: {"$": "dict", "v": [["size", [1]], ["stride", [1]]]}),
     "size": ("a", lambda v: json.loads(json.dumps(v).replace('["size", [12, 8]]', '["size", ["x"]]'))),
-    "local size": ("a", lambda v: {**v, "v": [*v["v"], ["local_size", 6]]}),
     "instance": ("a", lambda v: json.loads(json.dumps(v).replace('"dataclass"', '"call"'))),
     "enum of a number": ("a", lambda v: json.loads(json.dumps(v).replace('"NEAREST"', "7"))),
     "sparse size": ("s", lambda v: {"$": "dict", "v": [["size", [1, 1]], ["is_coalesced", True]]}),

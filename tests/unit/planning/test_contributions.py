@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -16,7 +15,6 @@ from asyncckpt.planning.contributions import (
     replica_candidates,
     with_digests,
 )
-from asyncckpt.sharding.shard_claims import encode_claims
 
 A, B, C = ("a", "float32", (2, 3)), ("b", "int64", ()), ("c", "uint8", (0, 1 << 40))
 
@@ -29,9 +27,6 @@ def test_a_contribution_comes_back() -> None:
     given = of(A, B, C, digests=(b"12345678", b"", b"abcdefgh"))
     assert Contribution.decode(given.encode()) == given
     assert Contribution.decode(of().encode()) == of()
-    composites = (("w", "a.Class"), ("v", "a.Class"), ("x", "b.Class"))
-    given = replace(given, composites=composites)
-    assert Contribution.decode(given.encode()) == given
 
 
 def test_the_bytes_of_all_ranks_do_not_depend_on_order_or_identity() -> None:
@@ -50,16 +45,7 @@ def packed(tensors: Any = (), own_nbytes: Any = 0, digests: Any = ()) -> bytes:
     return bytes(msgpack.packb([msgpack.packb(tensors), own_nbytes, msgpack.packb(digests)]))
 
 
-def with_classes(raw: Any) -> bytes:
-    return bytes(msgpack.packb([*msgpack.unpackb(packed()), encode_claims(()), msgpack.packb(raw)]))
-
-
 JUNK: dict[str, bytes] = {
-    "classes in a map": with_classes({"a": ["b"]}),
-    "a class without FQNs": with_classes(["a", ["b"], "c"]),
-    "FQNs that are no list": with_classes(["a", "b"]),
-    "an FQN that is a number": with_classes(["a", [1]]),
-    "a class that is a number": with_classes([1, ["a"]]),
     "nothing": b"",
     "no msgpack": b"\xc1",
     "a number": b"\x01",

@@ -530,29 +530,3 @@ def test_meshes_that_are_joined_are_the_same_one_for_all_tensors() -> None:
     one, other = (ranks.agreement.shards.sharding_of(f"w{n}") for n in (0, 1))
     assert isinstance(one, MeshSharding) and isinstance(other, MeshSharding)
     assert one.grid is other.grid and one.grid.ranks == (0, 1, 2, 3)
-
-
-def _mixed_ownership(rows: int, composite: dict[int, str]) -> ShardOwnership:
-    """Return the ownership of `w` on 3 ranks: `composite` has the class of the ranks that hold components of it."""
-    claim = ShardClaim("w", "float32", (rows, 4), grid_of((3,), 0), ())
-    claims = [((rank,), () if rank in composite else (claim,)) for rank in range(3)]
-    classes = [((rank,), (("w", composite[rank]),) if rank in composite else ()) for rank in range(3)]
-    return ShardOwnership(3).extended(claims, {}, composites=classes)
-
-
-def test_an_empty_part_beside_parts_with_components_is_the_ranks_own() -> None:
-    found = _mixed_ownership(2, {0: "a.Class", 1: "a.Class"})
-    found.check()
-    claim = ShardClaim("w", "float32", (2, 4), grid_of((3,), 0), ())
-    assert found.assignment(2, claim).is_own and not found.assignment(2, claim).is_unagreed
-    later = found.assignment(0, claim)  # its part is plain since the meeting
-    assert later.is_unagreed and not later.is_own and later.boxes[0].rows
-    after = found.extended([((0, 1, 2), (claim,))], {})  # all ranks hold plain parts now
-    assert not after.assignment(2, claim).is_own and isinstance(after.sharding_of("w"), MeshSharding)
-
-
-def test_a_plain_part_with_elements_beside_parts_with_components_is_refused_with_classes_and_ranks() -> None:
-    with pytest.raises(UnsupportedLeafError) as caught:
-        _mixed_ownership(3, {1: "a.Class", 2: "b.Class"}).check()
-    assert (caught.value.leaf, caught.value.type_name) == ("w", "a.Class")
-    assert "plain tensors on rank 0, but a.Class on rank 1, b.Class on rank 2. Nothing was saved" in str(caught.value)
