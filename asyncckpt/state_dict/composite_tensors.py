@@ -24,6 +24,7 @@ from asyncckpt.format.objects import MAX_NESTING
 from asyncckpt.format.state_tree import MAX_KIND_CHARS, SHARDED, TENSOR_KINDS
 from asyncckpt.sharding.dtensor import mesh_position_of, sharded_components
 from asyncckpt.sharding.registry import is_dtensor
+from asyncckpt.sharding.shard_types import ShardedComponent
 
 _KNOWN_MODULES = (
     "torchao.optim.subclass_8bit",
@@ -221,7 +222,8 @@ def new_dtensor_like(parameter: Any, kind: str, rest: Any, forms: Mapping[str, F
         type_of: As for `compose`.
 
     Raises:
-        Exception: A component cannot be cut like the parameter, or the class refuses the components.
+        Exception: A component cannot be cut like the parameter, or has no place in the whole, or the class refuses the
+            components.
     """
     position = mesh_position_of(parameter._spec)
     shape, local = tuple(parameter.shape), parameter._local_tensor
@@ -246,6 +248,11 @@ def new_dtensor_like(parameter: Any, kind: str, rest: Any, forms: Mapping[str, F
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+    described = _of_dtensor(found)
+    for name, part in described.tensors.items() if described is not None else ():
+        found_shape = tuple(part.found.global_shape if isinstance(part, ShardedComponent) else part.shape)
+        if found_shape != forms[name][0]:  # the class has no slice of so small a part
+            raise ValueError(f"the place of this rank's part of its component {name} in the whole is unknown")
     return found
 
 

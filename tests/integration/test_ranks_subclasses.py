@@ -172,3 +172,24 @@ def test_a_fresh_optimizer_needs_the_class_to_be_registered(tmp_path: Path) -> N
     path = str(tmp_path / "c")
     rank_processes.run(2, _save_optimizer, path)
     rank_processes.run(2, _load_unregistered, path)
+
+
+def _save_four_rows(rank: int, path: str) -> None:
+    globals()["ROWS"] = 4
+    _save_optimizer(rank, path)
+
+
+def _load_one_row(rank: int, path: str) -> None:
+    globals()["ROWS"] = 4
+    for kind in (Blocks, Settings, Rounding):
+        asyncckpt.register_subclass(kind)
+    _, optimizer = _optimizer()
+    with pytest.raises(UnsupportedLeafError, match="in the whole is unknown; nothing was changed"):
+        asyncckpt.load(path, {"optim": optimizer})
+    assert not optimizer.state
+
+
+def test_a_fresh_optimizer_gets_no_whole_tensor_where_its_part_cannot_be_sliced(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    rank_processes.run(2, _save_four_rows, path)
+    rank_processes.run(4, _load_one_row, path)
