@@ -98,9 +98,7 @@ class MirrorRegistry:
 
     def __init__(self, tables: Tables) -> None:
         self._t = tables
-        self.pending: dict[SaveId, MirrorCopy] = {}
-        """The copies that are not done."""
-
+        self._open: dict[SaveId, MirrorCopy] = {}
         self._ended: OrderedDict[SaveId, MirrorCopy] = OrderedDict()
         """The latest `MAX_HISTORY`, for late questions."""
 
@@ -113,14 +111,14 @@ class MirrorRegistry:
     @property
     def is_behind(self) -> bool:
         """Whether a copy of this worker's is not done, or it is not known yet which are not."""
-        return any(copy.is_ours for copy in self.pending.values()) or not all(self._scans.values())
+        return any(copy.is_ours for copy in self._open.values()) or not all(self._scans.values())
 
     # ---- what there is to copy
 
     def committed(self, copy: MirrorCopy) -> None:
         """A save that this worker leads was committed: copy it, and scan its directory for older ones."""
         self._ended.pop(copy.save_id, None)
-        known = self.pending.get(copy.save_id)
+        known = self._open.get(copy.save_id)
         if known is None:
             self._add(copy)
         else:  # a trainer has asked for it before; it may be under way
@@ -135,7 +133,7 @@ class MirrorRegistry:
         These are the copies that have failed, and those that no trainer asks for; a trainer that asks gives its own.
         """
         mirror_parent = parent_of(newest.mirror)
-        for copy in self.pending.values() if newest.storage else ():
+        for copy in self._open.values() if newest.storage else ():
             is_left = copy.error is not None or self._t.now - copy.asked_at > FORGET_AFTER_S
             if is_left and parent_of(copy.mirror) == mirror_parent:
                 copy.storage = newest.storage
@@ -143,7 +141,7 @@ class MirrorRegistry:
     def ask(self, session: Session, m: Mirror) -> None:
         """Answer how far a copy is. One that is not known is added."""
         save_id, is_first = SaveId.parse(m.save_id), session.rank == 0
-        copy = self.pending.get(save_id) or self._ended.get(save_id)
+        copy = self._open.get(save_id) or self._ended.get(save_id)
         if copy is None:
             now = self._t.now
             copy = MirrorCopy(save_id, m.path, m.mirror, now, is_ours=is_first, asked_at=now, storage=session.storage)
@@ -180,7 +178,7 @@ class MirrorRegistry:
             self._t.log("warning", text)
         for one in event.found:
             ended = self._ended.get(one.save_id)
-            if one.save_id not in self.pending and (ended is None or ended.phase != DONE):
+            if one.save_id not in self._open and (ended is None or ended.phase != DONE):
                 text = f"step {one.step} in {one.path} is still to be copied to {one.mirror}"
                 self._t.log("info", text, save_id=one.save_id)
                 copy = MirrorCopy(one.save_id, one.path, one.mirror, self._t.now, step=one.step, nbytes=one.nbytes)
@@ -189,21 +187,21 @@ class MirrorRegistry:
         self._begin()
 
     def _add(self, copy: MirrorCopy) -> None:
-        if len(self.pending) >= MAX_COPIES:
+        if len(self._open) >= MAX_COPIES:
             text = f"{copy.path} is left to a later worker: {MAX_COPIES} checkpoints wait for their mirrors already"
             self._t.log("warning", text, save_id=copy.save_id)
             self._scans.pop(parent_of(copy.path), None)  # a later save finds it
             return
-        self.pending[copy.save_id] = copy
+        self._open[copy.save_id] = copy
 
     # ---- which one is next
 
     def _begin(self) -> None:
         """Start the oldest copy to each directory, and each check, that is due."""
-        for copy in [one for one in self.pending.values() if one.is_forgotten(self._t.now)]:
-            del self.pending[copy.save_id]
-        busy = {parent_of(copy.mirror) for copy in self.pending.values() if copy.is_ours and copy.phase == COPYING}
-        for copy in sorted(self.pending.values(), key=lambda one: one.save_id):
+        for copy in [one for one in self._open.values() if one.is_forgotten(self._t.now)]:
+            del self._open[copy.save_id]
+        busy = {parent_of(copy.mirror) for copy in self._open.values() if copy.is_ours and copy.phase == COPYING}
+        for copy in sorted(self._open.values(), key=lambda one: one.save_id):
             if copy.phase == COPYING:
                 continue
             if copy.is_ours:
@@ -226,16 +224,16 @@ class MirrorRegistry:
 
     def tick(self) -> None:
         """Try again what has waited long enough."""
-        if self.pending:
+        if self._open:
             self._begin()
 
     def times(self) -> Iterator[float]:
         """Yield the times at which `tick` must run."""
-        return (copy.retry_at for copy in self.pending.values() if copy.retry_at > self._t.now)
+        return (copy.retry_at for copy in self._open.values() if copy.retry_at > self._t.now)
 
     def copied(self, event: Copied) -> None:
         """A copy, or a check, has ended."""
-        copy = self.pending.get(event.save_id)
+        copy = self._open.get(event.save_id)
         if copy is None:
             return
         what = f"the copy of {copy.path} to {copy.mirror}"
@@ -261,7 +259,7 @@ class MirrorRegistry:
 
     def _end(self, copy: MirrorCopy, phase: str, error: Wire | None, report: Mapping[str, Any]) -> None:
         copy.phase, copy.error, copy.report = phase, error, report
-        self.pending.pop(copy.save_id, None)
+        self._open.pop(copy.save_id, None)
         self._ended[copy.save_id] = copy
         while len(self._ended) > MAX_HISTORY:
             self._ended.popitem(last=False)
@@ -270,7 +268,7 @@ class MirrorRegistry:
 
     def failed_elsewhere(self, save_id: SaveId, error: Wire) -> None:
         """The leader's copy has failed for good: no mirror record will be written."""
-        copy = self.pending.get(save_id)
+        copy = self._open.get(save_id)
         if copy is None and save_id not in self._ended:  # a trainer will ask for it
             copy = MirrorCopy(save_id, "", "", self._t.now, is_ours=False)
         if copy is not None and not copy.is_ours:
@@ -289,7 +287,7 @@ class MirrorRegistry:
 
     def left_behind(self) -> list[MirrorCopy]:
         """Return the copies of this worker's that are not done, the oldest first."""
-        found = [copy for copy in self.pending.values() if copy.is_ours]
+        found = [copy for copy in self._open.values() if copy.is_ours]
         return sorted(found, key=lambda copy: copy.save_id)
 
     def rows(self, *, has_all: bool = False) -> list[dict[str, Any]]:

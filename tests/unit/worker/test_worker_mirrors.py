@@ -216,7 +216,7 @@ def test_what_nobody_asks_for_any_more_is_looked_for_no_longer(bench: Bench) -> 
     bench.feed(ev.Copied, save_id=FIRST_ID)
     bench.now += FORGET_AFTER_S + 1
     bench.feed(ev.Tick)
-    assert not copies(bench) and not bench.core._mirrors.pending
+    assert not copies(bench) and not bench.core._mirrors._open
 
 
 def test_a_worker_with_a_copy_is_not_idle_and_ends_when_it_is_done() -> None:
@@ -279,7 +279,7 @@ def test_copies_that_wait_are_bounded_and_the_rest_is_found_by_a_later_search(
     scanned(bench)
     committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b")
     assert [job.root for job in bench.of(ac.ScanUnmirrored)] == ["/ckpt"], "its directory is searched again"
-    assert len(bench.core._mirrors.pending) == 1
+    assert len(bench.core._mirrors._open) == 1
 
 
 def test_a_search_that_hangs_keeps_only_copies_of_its_own_directory_waiting(bench: Bench) -> None:
