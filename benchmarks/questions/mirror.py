@@ -1,11 +1,12 @@
-"""What does a mirror that hangs, refuses or is gone cost a training, against saves without a mirror?
+"""What does a mirror that hangs, refuses, is full or is gone cost a training, against saves without a mirror?
 
 In a process, two checkpointers save in turn, one with a mirror and one without, each with a worker of its own, so that
 what else the machine does meets both alike. The mirror is a bucket whose server takes connections and says nothing
-("hangs"), answers 403 to everything ("refuses"), or does not listen ("gone"). `lost_s` is what a save costs the
-training beyond as many steps without one, the first save excluded; `extra_s` is the median of how much more that is
-with the mirror than in the save before without it. The first save of a run also asks the mirror which runs it has
-seen, for at most two seconds: `first_save_s`.
+("hangs"), answers 403 to everything ("refuses"), holds nothing and answers 507 to whatever is put there ("full"), or
+does not listen ("gone"). `lost_s` is what a save costs the training beyond as many steps without one, the first save
+excluded; `extra_s` is the median of how much more that is with the mirror than in the save before without it. The first
+save of a run also asks the mirror which runs it has seen, for at most two seconds: `first_save_s`. A manager has asked
+before: `manager_first_save_s` is its first save, with the mirror and without, so long after it was made.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from benchmarks.figures import Row
 from benchmarks.runner import Context, Question
 from benchmarks.workloads import SAVE_S
 
-CASES = ("hangs", "refuses", "gone")
+CASES = ("hangs", "refuses", "full", "gone")
 BUCKET = "s3://mirror/run"
 STEPS = 8
 """Of the training, behind each save."""
+
+MADE_BEFORE_S = 2.5
+"""Longer than the worker waits for a mirror; a training takes longer to its first save."""
 
 
 def run(context: Context) -> Row:
@@ -72,16 +76,32 @@ def train(directory: str, nbytes: int, saves: int) -> Row:
                     for way, checkpointer in (("none", plain), ("mirror", mirrored))
                 ]
                 done = sum(one.done() for one in mirrors if one is not None)
+                first = {
+                    way: _first_save(endpoint, state, Path(directory, "managed", way), mirror)
+                    for way, mirror in (("none", None), ("mirror", f"{BUCKET}-managed"))
+                }
             finally:
                 machine.stop_worker("--endpoint", endpoint)
     found: Row = {way: {"first_save_s": ours[0][0]} for way, ours in costs.items()}
     for way, ours in costs.items():
         found[way] |= {"save_s": statistics.median(s for s, _ in ours[1:]), "written": len(ours)}
         found[way]["lost_s"] = statistics.median(lost for _, lost in ours[1:])
+    for way, seconds in first.items():
+        found[way]["manager_first_save_s"] = seconds
     pairs = list(zip(costs["mirror"][1:], costs["none"][1:], strict=True))
     found["extra_save_s"] = statistics.median(ours[0] - theirs[0] for ours, theirs in pairs)
     found["extra_s"] = statistics.median(ours[1] - theirs[1] for ours, theirs in pairs)
     return found | {"mirrored": done}
+
+
+def _first_save(endpoint: str, state: dict[str, torch.Tensor], root: Path, mirror: str | None) -> float:
+    """Return how long the first save of a manager takes that was made `MADE_BEFORE_S` ago."""
+    with asyncckpt.CheckpointManager(root, mirror=mirror, endpoint=endpoint) as manager:
+        time.sleep(MADE_BEFORE_S)
+        began = time.perf_counter()
+        manager.save(0, state)
+        seconds = time.perf_counter() - began
+    return seconds
 
 
 def _cost(
@@ -114,15 +134,15 @@ def steps(count: int) -> float:
 @contextlib.contextmanager
 def server(case: str) -> Iterator[str]:
     """Run the server of a case, and yield its URL; "gone" has one where nobody listens."""
-    if case == "refuses":
-        refusing = ThreadingHTTPServer(("127.0.0.1", 0), _Refusal)
-        thread = threading.Thread(target=refusing.serve_forever, kwargs={"poll_interval": 0.05})
+    if case in _HANDLERS:
+        serving = ThreadingHTTPServer(("127.0.0.1", 0), _HANDLERS[case])
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{refusing.server_address[1]}"
+            yield f"http://127.0.0.1:{serving.server_address[1]}"
         finally:
-            refusing.shutdown()
-            refusing.server_close()
+            serving.shutdown()
+            serving.server_close()
             thread.join()
         return
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -133,24 +153,53 @@ def server(case: str) -> Iterator[str]:
     yield url
 
 
-class _Refusal(BaseHTTPRequestHandler):
-    def _refuse(self) -> None:
+class _Handler(BaseHTTPRequestHandler):
+    def answer(self, status: int, body: bytes) -> None:
         self.rfile.read(int(self.headers.get("content-length") or 0))
-        body = b"<Error><Code>AccessDenied</Code></Error>"
-        self.send_response(403)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _refuse
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
 
+class _Refusal(_Handler):
+    def _refuse(self) -> None:
+        self.answer(403, b"<Error><Code>AccessDenied</Code></Error>")
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _refuse
+
+
+class _Full(_Handler):
+    def _look(self) -> None:
+        if "list-type=2" in self.path:
+            self.answer(200, b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>")
+        else:
+            self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+
+    def _put(self) -> None:
+        self.answer(507, b"<Error><Code>InsufficientStorage</Code></Error>")
+
+    def _remove(self) -> None:
+        self.answer(204, b"")
+
+    do_GET = do_HEAD = _look
+    do_PUT = do_POST = _put
+    do_DELETE = _remove
+
+
+_HANDLERS: dict[str, type[_Handler]] = {"refuses": _Refusal, "full": _Full}
+
+
 QUESTION = Question(
     run,
-    [f"*/{name}" for name in ("extra_s", "extra_save_s", "none/lost_s", "none/save_s", "mirror/first_save_s")],
+    [
+        *(f"*/{name}" for name in ("extra_s", "extra_save_s", "none/lost_s", "none/save_s", "mirror/first_save_s")),
+        *("*/none/manager_first_save_s", "*/mirror/manager_first_save_s"),
+    ],
     options={"mib": 16, "saves": 12},
     smallest="--mib 4 --saves 2",
     suite=(),
