@@ -36,6 +36,7 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.store import Store
 from asyncckpt.storage.verification import leftovers, verify_checkpoint
+from asyncckpt_worker.bandwidth import RateLimiter
 from asyncckpt_worker.mirrors.jobs import cannot_succeed
 from tests import object_servers
 from tests.failing_process import At, fail
@@ -177,6 +178,17 @@ def test_a_file_that_a_dead_process_had_begun_is_not_taken_for_whole(tmp_path: p
     assert copy(path, mirror).copied_nbytes > nbytes
     assert verify_checkpoint(mirror[1], Files()).state == "ok"
     assert not [one for one in os.listdir(mirror[1]) if one.endswith(".tmp")]
+
+
+def test_a_copy_takes_as_long_as_the_limit_of_bandwidth_says(tmp_path: pathlib.Path, mirror: Any) -> None:
+    saved(tmp_path / "step-1", mirror[1])
+    slept: list[float] = []
+    limiter = RateLimiter(1_000_000, lambda: 100.0 + sum(slept), slept.append)
+    report = copy(tmp_path / "step-1", mirror, pace=limiter.wait)
+    assert report.copied_nbytes == report.nbytes > 5_300_000
+    most = report.nbytes / 1_000_000
+    # What was sent last is not waited for: at most one extent.
+    assert most - mirroring.EXTENT_NBYTES / 1_000_000 <= sum(slept) <= most
 
 
 def test_small_files_are_compared_not_only_measured(tmp_path: pathlib.Path, mirror: Any) -> None:
