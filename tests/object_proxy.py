@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import re
+import selectors
 import socket
 import struct
 import threading
@@ -150,3 +151,54 @@ def running(upstream: str) -> Iterator[FaultyProxy]:
         yield proxy
     finally:
         proxy.stop()
+
+
+class SilentServer:
+    """A server of S3 that takes connections and answers none; at its end it refuses what was asked.
+
+    Attributes:
+        url: Where it listens.
+        options: obstore's options that lead to it.
+        was_asked: Set by the first request.
+        asked: First line of each request.
+    """
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        keys = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+        self.options = {"endpoint": self.url, **keys}
+        self.was_asked, self.asked = threading.Event(), list[str]()
+        self._thread = threading.Thread(target=self._run)
+        self._ends = threading.Event()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._listening, selectors.EVENT_READ)
+            while not self._ends.is_set():
+                for key, _ in waiting.select(0.05):
+                    if key.fileobj is self._listening:
+                        waiting.register(self._listening.accept()[0], selectors.EVENT_READ)
+                    elif line := key.fileobj.recv(1 << 16).partition(b"\r\n")[0].decode():  # type: ignore[union-attr]
+                        self.asked.append(line)
+                        self.was_asked.set()
+                    else:
+                        waiting.unregister(key.fileobj)
+                        key.fileobj.close()  # type: ignore[union-attr]
+            for key in list(waiting.get_map().values()):
+                if key.fileobj is not self._listening:
+                    with contextlib.suppress(OSError):
+                        key.fileobj.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")  # type: ignore[union-attr]
+                key.fileobj.close()  # type: ignore[union-attr]
+
+    def n_listings(self, directory: str) -> int:
+        """Return how often a directory of the bucket was listed, not one in it."""
+        return sum(re.search(rf"[?&]prefix={directory}(%2F|/)[& ]", one) is not None for one in self.asked)
+
+    def __enter__(self) -> SilentServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join(10)

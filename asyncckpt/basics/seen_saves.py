@@ -1,4 +1,4 @@
-"""The newest saves that this process has found where it looked for a checkpoint to go on from.
+"""The newest saves that this process has found, or must expect, where it looked for a checkpoint to go on from.
 
 What it saves from then on must be newer. The directory that it saves to may be empty, and the mirror that the
 checkpoint came from may not answer when the run's epoch is chosen.

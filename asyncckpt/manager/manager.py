@@ -144,6 +144,9 @@ class CheckpointManager:
         mirror_max_to_keep: As `max_to_keep`, for the mirror; `keep_period` and `best_fn` count there too. None: all.
         max_unmirrored: How many checkpoints beyond `max_to_keep` stay in `root` until they are in the mirror; the
             oldest goes first, which is logged. None: all, as long as there is room for two more checkpoints.
+        on_unmirrored: What happens at that limit: "remove" the oldest; or "wait": `save` waits before it begins, at
+            most `slot_timeout_s`, until the mirror has caught up. After a wait that timed out, the oldest are removed,
+            and later saves wait again once the mirror has caught up. Saves after a signal do not wait.
         export_every: Export checkpoints to Hugging Face directories behind the training: the first one at, or after,
             each multiple of so many steps. Rank 0 starts a process for it, which does one export at a time; of several
             that wait, the newest is exported. None: none.
@@ -189,6 +192,7 @@ class CheckpointManager:
         mirror: str | os.PathLike[str] | None = None,
         mirror_max_to_keep: int | None = None,
         max_unmirrored: int | None = None,
+        on_unmirrored: str = "remove",
         export_every: int | None = None,
         export_to: str | os.PathLike[str] | None = None,
         export_options: Mapping[str, Any] | None = None,
@@ -210,6 +214,12 @@ class CheckpointManager:
         mirror_policy = RetentionPolicy(max_to_keep=mirror_max_to_keep, keep_period=keep_period, best_mode=best_mode)
         if mirror is None and not (mirror_max_to_keep is None and max_unmirrored is None):
             raise ConfigError("mirror_max_to_keep and max_unmirrored are about a mirror: give mirror=", field="mirror")
+        if on_unmirrored not in ("remove", "wait"):
+            text = f"on_unmirrored={on_unmirrored!r}: expected 'remove' or 'wait'"
+            raise ConfigError(text, field="on_unmirrored", value=repr(on_unmirrored))
+        if on_unmirrored == "wait" and (mirror is None or max_to_keep is None or max_unmirrored is None):
+            text = 'on_unmirrored="wait" needs mirror=, max_to_keep= and max_unmirrored=, which say when to wait'
+            raise ConfigError(text, field="on_unmirrored", value=on_unmirrored)
         self._mirror = None if mirror is None else mirror_root(mirror, self.root)
         self._mirror_names = None if self._mirror is None else StepNames(self._mirror, step_format)
         if export_every is None and not (export_to is None and export_options is None):
@@ -277,6 +287,7 @@ class CheckpointManager:
                     dead_after_s=config.commit_timeout_s,
                     mirror=self._mirror,
                     mirror_policy=mirror_policy,
+                    mirror_wait_s=config.slot_timeout_s if on_unmirrored == "wait" else 0.0,
                     exporting=tuple if self._exports is None else self._exports.busy,
                 )
             undo.pop_all()
@@ -470,7 +481,7 @@ class CheckpointManager:
 
         Blocks: as these do. The first save of several ranks waits for all of them. With `on_busy="wait"` it also waits,
             at most `slot_timeout_s`, until the checkpoints that retention gives up are removed, so that the disk does
-            not fill up.
+            not fill up; and with `on_unmirrored="wait"` as long before, for the mirror.
         """
         self._check_usable()
         self._check_ranks()
@@ -520,6 +531,7 @@ class CheckpointManager:
             return self._retention.save_ended(hold, is_committed=is_committed)
         retention = self._retention
         if handle.mirrored is not None and is_committed:
+            retention.follow_copy(handle.mirrored)
             handle.mirrored.add_done_callback(
                 lambda done: retention.copied(hold) if _has_succeeded(done) else retention.request_prune()
             )

@@ -9,6 +9,9 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Collection
+from concurrent import futures
+from concurrent.futures import Future
+from typing import Any
 
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
@@ -18,6 +21,7 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of
 from asyncckpt.maintenance.retention import Score, Scores, Survey, abandoned_in, is_read_back, prune, survey
+from asyncckpt.manager.mirror_probe import probe_mirror
 from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, finder
 from asyncckpt.storage.catalog import Candidate
@@ -171,6 +175,7 @@ class RootRetention:
         dead_after_s: As for `maintenance.retention.prune`.
         mirror: Absolute path or URL of the root's mirror; None: there is none.
         mirror_policy: What to keep there.
+        mirror_wait_s: Seconds that a save waits at most while the policy keeps no more checkpoints for the mirror.
         exporting: Returns the names of checkpoints that are to be exported, or are being exported: they stay.
     """
 
@@ -185,8 +190,10 @@ class RootRetention:
         lock: RootLock | None = None,
         mirror: str | None = None,
         mirror_policy: RetentionPolicy | None = None,
+        mirror_wait_s: float = 0.0,
         exporting: Callable[[], Collection[str]] = tuple,
     ) -> None:
+        self._mirror_wait_s = mirror_wait_s
         self._root_lock, self._exporting = lock, exporting
         self._restored: dict[str, SaveId] = {}  # by root: until a checkpoint of this run is committed there
         self._verified: set[tuple[str, SaveId]] = set()
@@ -206,7 +213,10 @@ class RootRetention:
         self._mirror_store = None if mirror is None else store_at(mirror, umask=current_umask())
         # IMPORTANT: a thread of its own. A mirror that hangs must not keep the local disk from being freed.
         self._mirror_thread = RetentionThread(self._prune_mirror)
-        self._is_behind = False
+        if self._mirror_store is not None and is_leader:
+            probe_mirror(mirror or "", functools.partial(self._mirror_store.names, mirror or ""))
+        self._is_behind = self._is_mirror_behind = False
+        self._awaited: list[Future[Any]] = []
 
     # ---- saves, and removals after them
 
@@ -217,8 +227,11 @@ class RootRetention:
 
         Blocks: at most `max_wait_s`, until the checkpoints that are given up are removed, so that the disk does not
         fill up because saves are faster than removals. After a wait that timed out, later calls do not wait until a
-        removal has succeeded. Does not wait while `is_hurried` returns true.
+        removal has succeeded. Before that, in the same way, at most `mirror_wait_s` for the mirror. Does not wait while
+        `is_hurried` returns true.
         """
+        if self._mirror_wait_s:
+            self._await_copies(is_hurried)
         if self._is_behind:
             max_wait_s = 0.0
 
@@ -234,6 +247,32 @@ class RootRetention:
         with self._lock:
             save.restored = None if self._mirror is None else self._restored.get(self._mirror)
             self._busy.setdefault(save.name, set()).add(save)
+
+    def follow_copy(self, mirrored: Future[Any]) -> None:
+        """Count a save among those that wait for their mirror, until this future is done."""
+        if self._mirror_wait_s:
+            self._awaited.append(mirrored)
+
+    def _await_copies(self, is_hurried: Callable[[], bool]) -> None:
+        """Wait until there is room for one more checkpoint that waits for its mirror."""
+        limit = (self._policy.max_to_keep or 0) + (self._policy.max_unmirrored or 0)
+        deadline = time.monotonic() + (0.0 if self._is_mirror_behind else self._mirror_wait_s)
+        while True:
+            self._awaited = [one for one in self._awaited if not one.done()]
+            left_s = deadline - time.monotonic()
+            if len(self._awaited) < limit or left_s <= 0 or is_hurried():
+                break
+            futures.wait(self._awaited, min(left_s, POLL_S), futures.FIRST_COMPLETED)
+        was_behind, self._is_mirror_behind = self._is_mirror_behind, len(self._awaited) >= limit and not is_hurried()
+        if self._is_mirror_behind and not was_behind:
+            _log.warning(
+                "%d checkpoints in %s are not in the mirror %s after %.0f s: saves go on without waiting for it, and "
+                "beyond max_unmirrored the oldest checkpoints are removed",
+                len(self._awaited),
+                self._root,
+                self._mirror,
+                self._mirror_wait_s,
+            )
 
     def save_ended(self, save: DirectoryHold, *, is_committed: bool) -> None:
         """Record that a save was committed, has failed, or could not begin. Idempotent."""

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,6 +55,11 @@ _STATES: dict[type[Exception], str] = {CorruptCheckpointError: CORRUPT, Unsuppor
 _LOST = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 """Errors of a file system that has lost data, or has found that they are damaged."""
 
+
+MIRROR_ANSWER_S = 2.0
+"""How long a mirror may take to list its checkpoints before a run goes on without them. Chosen: the training waits."""
+
+SECONDS_PER_HOUR = 3600
 
 _log = logging.getLogger("asyncckpt")
 
@@ -334,6 +340,11 @@ def next_epoch_by_names(path: str, store: Store, run_id: str) -> int:
     except (FileNotFoundError, NotADirectoryError):
         pass
     return check_epoch(largest + 1, path)
+
+
+def epoch_by_hours() -> int:
+    """Return the hours since 1970: an epoch for where the others are not known, since no run reaches it by counting."""
+    return int(time.time() // SECONDS_PER_HOUR)
 
 
 def check_epoch(epoch: int, path: str) -> int:

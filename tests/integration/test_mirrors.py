@@ -9,6 +9,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,9 @@ from asyncckpt.errors import CheckpointerClosedError, ConfigError, MirrorError, 
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages
-from tests import object_proxy
+from tests import object_proxy, object_servers
+
+object_servers.start_runtime()
 
 SLOW = "--max-mirror-bandwidth=2M"
 SOON = "--drain-timeout-s=1"
@@ -296,6 +299,33 @@ def test_on_a_new_disk_a_mirror_that_does_not_answer_is_waited_for_briefly_and_i
             assert save_id_of(path).epoch == SaveId.parse(found.save_id).epoch + 1
 
 
+def test_the_first_save_of_a_manager_does_not_wait_for_a_mirror_that_hangs(
+    worker: RealWorker, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("obstore", reason="the extra cloud is not installed")
+    runs, mirror = tmp_path / "runs", "s3://bucket/hangs"
+    with (
+        object_proxy.SilentServer() as silent,
+        CheckpointManager(runs, mirror=mirror, endpoint=worker.endpoint, storage_options=silent.options) as manager,
+    ):
+        wait_until(lambda: f"{mirror} does not answer" in caplog.text, "it was found out that the mirror hangs")
+        manager.save(1, STATE).written.result(DEADLINE_S)  # type: ignore[union-attr]
+        assert silent.n_listings("hangs") == 1, f"the worker has not asked again: {silent.asked}"
+    wait_until(lambda: not [one for one in threading.enumerate() if "probe" in one.name], "the probe has ended")
+    assert save_id_of(runs / "step-00000001").epoch >= 490_000, "the hours since 1970"
+
+
+def test_what_other_runs_have_saved_since_a_manager_was_made_counts(worker: RealWorker, tmp_path: pathlib.Path) -> None:
+    mirror = tmp_path / "mirror"
+    with CheckpointManager(tmp_path / "runs", mirror=mirror, endpoint=worker.endpoint) as manager:
+        for step in (1, 2, 3):
+            with SyncCheckpointer() as other:
+                other.save({"n": step}, mirror / f"step-{step:08d}", step=step)
+        manager.save(4, STATE).mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
+        assert manager.latest_step() == 4
+    assert save_id_of(tmp_path / "runs" / "step-00000004").epoch == 4
+
+
 def test_a_manager_keeps_what_is_not_mirrored_and_removes_it_afterwards(
     worker: RealWorker, tmp_path: pathlib.Path
 ) -> None:
@@ -377,6 +407,52 @@ def test_a_bound_on_what_waits_for_the_mirror_is_kept(worker: RealWorker, tmp_pa
         assert manager.all_steps() == [3, 4, 5]
 
 
+def test_a_save_waits_for_the_mirror_until_the_limit_where_the_user_wants_that(
+    endpoint: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"max_to_keep": 1, "max_unmirrored": 1, "on_unmirrored": "wait"}
+    with (
+        running(endpoint, "--max-mirror-bandwidth=20M", SOON),
+        CheckpointManager(tmp_path / "runs", mirror=tmp_path / "mirror", endpoint=endpoint, **options) as manager,
+    ):
+        handles = []
+        for step in range(8):  # 4 MB each: quicker saved than copied
+            handle = manager.save(step, STATE)
+            assert handle is not None and handle.mirrored is not None
+            handles.append(handle)
+            assert sum(not one.mirrored.done() for one in handles) <= 2, "max_to_keep + max_unmirrored"
+        for one in handles:
+            one.mirrored.result(DEADLINE_S)
+        assert steps_in(tmp_path / "mirror") == list(range(8))
+    assert "is removed before it is in its mirror" not in caplog.text
+
+
+def test_a_save_waits_for_a_mirror_that_is_away_once_and_not_after_a_signal(
+    worker: RealWorker, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = tmp_path / "mirror"
+    mirror.write_text("away")
+    options: dict[str, Any] = {"max_to_keep": 1, "max_unmirrored": 1, "on_unmirrored": "wait", "mirror": mirror}
+    limits: dict[str, Any] = {"endpoint": worker.endpoint, "slot_timeout_s": 1.0, "preemption_signal": ()}
+    took = []
+    with CheckpointManager(tmp_path / "runs", **options, **limits) as manager:
+        for step in range(6):
+            began = time.monotonic()
+            manager.save(step, STATE).written.result(DEADLINE_S)  # type: ignore[union-attr]
+            took.append(time.monotonic() - began >= 1.0)
+        manager.wait()
+        assert manager.all_steps() == [4, 5], "as many as without waiting"
+    assert took[2] and caplog.text.count("are not in the mirror") == 1, took
+    slow = {**limits, "slot_timeout_s": DEADLINE_S}
+    with CheckpointManager(tmp_path / "more", **{**options, "mirror": tmp_path / "mirror" / "more"}, **slow) as manager:
+        for step in (1, 2):
+            manager.save(step, STATE)
+        manager.preempt()
+        began = time.monotonic()
+        manager.save(3, STATE).written.result(DEADLINE_S)  # type: ignore[union-attr]
+        assert time.monotonic() - began < DEADLINE_S / 2
+
+
 @pytest.mark.parametrize("where", ["runs/step-1", "runs/step-1/inside", "runs"])
 def test_a_mirror_in_the_checkpoint_or_around_it_is_refused(
     checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, where: str
@@ -394,6 +470,11 @@ def test_wrong_mirrors_are_refused_early(checkpointer: AsyncCheckpointer, tmp_pa
         CheckpointManager(tmp_path / "runs", mirror=tmp_path / "runs")
     with pytest.raises(ConfigError, match="give mirror="):
         CheckpointManager(tmp_path / "runs", max_unmirrored=1)
+    for given in ({"max_unmirrored": 1}, {"max_to_keep": 1}):
+        with pytest.raises(ConfigError, match="needs mirror=, max_to_keep= and max_unmirrored="):
+            CheckpointManager(tmp_path / "runs", mirror=tmp_path / "mirror", on_unmirrored="wait", **given)
+    with pytest.raises(ConfigError, match="expected 'remove' or 'wait'"):
+        CheckpointManager(tmp_path / "runs", mirror=tmp_path / "mirror", on_unmirrored="skip")
     assert names(tmp_path) == set()
 
 

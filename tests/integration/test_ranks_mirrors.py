@@ -6,12 +6,14 @@ import pathlib
 
 import pytest
 import rank_processes
-from real_worker import DEADLINE_S, RealWorker, manifest_of
+from real_worker import DEADLINE_S, RealWorker, manifest_of, running, wait_until
 
 import asyncckpt
-from asyncckpt import AsyncCheckpointer, RankInfo, SyncCheckpointer
+from asyncckpt import AsyncCheckpointer, CheckpointManager, RankInfo, SyncCheckpointer
+from asyncckpt.basics.seen_saves import newest_seen
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.names import SaveId
+from tests import object_proxy
 
 
 def goes_on(rank: int, endpoint: str, root: str, mirror: str, how: str, prepares: bool) -> None:
@@ -82,3 +84,25 @@ def test_ranks_that_disagree_because_one_has_missed_the_mirror_agree_again(
     ends = rank_processes.run(2, misses_one, shared_worker.endpoint, str(runs), str(mirror))
     assert [end[2:] for end in ends] == [["RanksDisagreeError", "NoneType"]] * 2, ends
     assert asyncckpt.latest_checkpoint(runs, mirror=mirror) == str(runs / "step-10")
+
+
+def saves_once_rank_0_has_no_answer(rank: int, endpoint: str, root: str, options: dict[str, str]) -> None:
+    """Save a step with a manager, once that of rank 0 has found out that the mirror hangs."""
+    mirror, found_out = "s3://bucket/hangs", pathlib.Path(root).parent / "found out"
+    with CheckpointManager(root, mirror=mirror, endpoint=endpoint, storage_options=options) as manager:
+        if rank == 0:
+            wait_until(lambda: newest_seen(mirror), "it was found out that the mirror hangs")
+            found_out.touch()
+        wait_until(found_out.exists, "rank 0 has found out")
+        handle = manager.save(7, {"n": 7})
+        assert handle is not None
+        handle.written.result(DEADLINE_S)
+
+
+def test_no_rank_waits_in_its_first_save_for_a_mirror_that_hangs(endpoint: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("obstore", reason="the extra cloud is not installed")
+    with object_proxy.SilentServer() as silent, running(endpoint, "--drain-timeout-s=1"):
+        rank_processes.run(2, saves_once_rank_0_has_no_answer, endpoint, str(tmp_path / "runs"), silent.options)
+        assert silent.n_listings("hangs") == 1, f"only by rank 0's manager: {silent.asked}"
+    saved = SaveId.parse(manifest_of(tmp_path / "runs" / "step-00000007")["save_id"])
+    assert saved.epoch >= 490_000, "the hours since 1970"

@@ -24,7 +24,7 @@ from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.format.names import DCP, SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
-from asyncckpt.storage.catalog import next_epoch_beside, next_epoch_by_names
+from asyncckpt.storage.catalog import MIRROR_ANSWER_S, epoch_by_hours, next_epoch_beside, next_epoch_by_names
 from asyncckpt.storage.checkpoint_dir import NO_IDENTITY, identity_of, prepare_directory, remove_made
 from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files, save_failure, step_and_rank
@@ -46,12 +46,6 @@ MAX_WRITE_THREADS = 64
 """Maximum threads that write one rank's files."""
 
 RESERVE_INODES = 8
-
-MIRROR_ANSWER_S = 2.0
-"""How long a run's first save waits for a mirror to list its checkpoints. Chosen: the training waits as well."""
-
-SECONDS_PER_HOUR = 3600
-"""Fallback epochs count hours since 1970, more than any run counts by itself."""
 
 _logger = logging.getLogger("asyncckpt.worker")
 
@@ -249,11 +243,14 @@ class Writer:
 
         Blocks: for a mirror, at most `MIRROR_ANSWER_S`.
         """
+        # A run that has the hours as its epoch anyway, since its trainer has found that the mirror does not answer,
+        # does not ask the mirror again.
+        mirror = job.mirror if job.least_epoch < epoch_by_hours() else ""
         with _wrapped(None, None, None, job.path):
             check_root(job.path, self._roots)
             reach("worker: lineage asked for")
             epoch = 0 if job.has_epoch else next_epoch_beside(job.path, store_at(job.path, self._files))
-            return epoch, self._epoch_in_mirror(job.mirror, job.run) if job.mirror else 0
+            return epoch, self._epoch_in_mirror(mirror, job.run) if mirror else 0
 
     def _epoch_in_mirror(self, mirror: str, run_id: str) -> int:
         """Return the next epoch beside a mirror, which may have checkpoints of runs that this disk has not seen."""
@@ -274,7 +271,7 @@ class Writer:
             return found[0]
         # IMPORTANT: an epoch that no earlier run has reached. With a smaller one, a restore from the mirror would take
         # an older run's checkpoint for the newest.
-        epoch = int(time.time() // SECONDS_PER_HOUR)
+        epoch = epoch_by_hours()
         _logger.warning("the mirror %s did not answer, so this run's epoch is %d, the hours since 1970", mirror, epoch)
         return epoch
 
