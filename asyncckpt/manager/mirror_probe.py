@@ -26,7 +26,9 @@ def probe_mirror(root: str, ask: Callable[[], object]) -> None:
     """
 
     def give_up() -> None:
-        _log.warning("the mirror %s does not answer; what is there counts as older than what is saved from now on", root)
+        _log.warning(
+            "the mirror %s does not answer; what is there counts as older than what is saved from now on", root
+        )
         note_seen([root], [SaveId(epoch_by_hours(), 0, "0" * 12)])
 
     def wait_for_answer() -> None:
