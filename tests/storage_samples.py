@@ -250,14 +250,18 @@ class FailingFiles(RecordingFiles):
             self.failed = name
         if self._late and name == "open":
             return  # a descriptor that nobody gets would leak here, not in the code under test
-        raise OSError(self._code, os.strerror(self._code))
+        path = [args[0]] if args and isinstance(args[0], str) else []  # the kernel's errors have it, too
+        raise OSError(self._code, os.strerror(self._code), *path)
 
 
 def failing(method: str, code: int, *, nth: int = 1, late: bool = False, at: str = "") -> FailingFiles:
-    """Return files whose `nth` call of `method` (on a path that contains `at`) fails with `code`."""
-    return FailingFiles(
-        code, nth=nth, late=late, wanted=lambda name, args: name == method and (not at or at in str(args[0]))
-    )
+    """Return files whose `nth` call of `method` (on a path that contains `at`, or its descriptor) fails with `code`."""
+
+    def wanted(name: str, args: Sequence[Any]) -> bool:
+        return name == method and (not at or at in str(found.paths.get(args[0], args[0])))
+
+    found = FailingFiles(code, nth=nth, late=late, wanted=wanted)
+    return found
 
 
 def shard_paths(path: str) -> list[str]:

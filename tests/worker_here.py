@@ -31,11 +31,11 @@ class Storage(Files):
 
 
 class Here:
-    """A worker in this process, and its disk."""
+    """A worker in this process, and its disk: a `Storage`, or `files`."""
 
-    def __init__(self, endpoint: str, **changes: Any) -> None:
+    def __init__(self, endpoint: str, files: Files | None = None, **changes: Any) -> None:
         self.storage, self.endpoint = Storage(), endpoint
-        self.daemon = Daemon(WorkerConfig(endpoint=endpoint, **changes), self.storage)
+        self.daemon = Daemon(WorkerConfig(endpoint=endpoint, **changes), files or self.storage)
         self._thread = threading.Thread(target=self.daemon.run)
         self._thread.start()
 

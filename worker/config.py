@@ -44,7 +44,8 @@ class WorkerConfig:
         max_write_bandwidth: Maximum bytes per second that all saves together write; 0: no limit.
         max_mirror_bandwidth: Maximum bytes per second that all copies to mirrors together send; 0: no limit.
         mirror_roots: Directories whose checkpoints are copied to their mirrors, if an earlier worker has not done so.
-        heartbeat_s: Interval at which trainers send heartbeats, so that a loss is noticed within a second.
+        heartbeat_s: Interval at which trainers send heartbeats, by which a trainer learns of lost messages within a
+            second. The worker takes no silence for a death.
         advertise, port: Address and port by which workers of other nodes reach this one if it leads them; 0: any port.
         events: Whether it writes `events.jsonl` beside the checkpoints.
         metrics: `127.0.0.1:PORT` at which it serves metrics to Prometheus; None: no metrics.

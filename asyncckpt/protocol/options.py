@@ -152,38 +152,19 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_PATHS = ("--root", "--mirror", "--log-file")
+
+
 def to_arguments(options: argparse.Namespace) -> list[str]:
     """Return the arguments for `options`, with absolute paths, since a started worker has another directory."""
-    arguments = [
-        f"--idle-exit-s={options.idle_exit_s}",
-        f"--keep-snapshots-s={options.keep_snapshots_s}",
-        f"--drain-timeout-s={options.drain_timeout_s}",
-        f"--threads={options.threads}",
-        f"--port={options.port}",
-        f"--log-format={options.log_format}",
-        *(f"--root={_absolute(root)}" for root in options.root),
-        *(f"--mirror={_absolute(root)}" for root in options.mirror),
-    ]
-    if options.endpoint:
-        arguments.append(f"--endpoint={options.endpoint}")
-    if options.advertise:
-        arguments.append(f"--advertise={options.advertise}")
-    if options.max_write_bandwidth:
-        arguments.append(f"--max-write-bandwidth={options.max_write_bandwidth}")
-    if options.max_mirror_bandwidth:
-        arguments.append(f"--max-mirror-bandwidth={options.max_mirror_bandwidth}")
-    if options.when_free:
-        arguments.append("--when-free")
-    if options.events:
-        arguments.append("--events")
-    if options.metrics:
-        arguments.append(f"--metrics={options.metrics}")
-    if options.while_pid:
-        arguments.append(f"--while-pid={options.while_pid}")
-    if options.log_file:
-        arguments.append(f"--log-file={_absolute(options.log_file)}")
-    if options.detach:
-        arguments.append("--detach")
+    arguments = []
+    for name, settings in _OPTIONS.items():
+        given = getattr(options, name[2:].replace("-", "_"))
+        for value in given if isinstance(given, list) else [given]:
+            if value is True:
+                arguments.append(name)
+            elif value is not False and value not in ("", settings.get("default")):
+                arguments.append(f"{name}={_absolute(value) if name in _PATHS else value}")
     return arguments
 
 

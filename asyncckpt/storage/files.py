@@ -165,7 +165,7 @@ def opened(files: Files, path: str, flags: int, mode: int = MODE_FILE) -> Iterat
     """Open a file in a `with` block, and close it at the end. An error of close is raised unless the block raised one.
 
     Raises:
-        OSError: From open or close.
+        OSError: From open, or from close; the latter names `path`.
     """
     fd = files.open(path, flags, mode)
     try:
@@ -174,7 +174,10 @@ def opened(files: Files, path: str, flags: int, mode: int = MODE_FILE) -> Iterat
         with contextlib.suppress(OSError):
             files.close(fd)
         raise
-    files.close(fd)
+    try:
+        files.close(fd)
+    except OSError as error:
+        raise named(error, path, "close") from error
 
 
 def named(error: OSError, path: str, what: str = "") -> OSError:

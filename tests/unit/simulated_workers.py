@@ -44,6 +44,8 @@ CONFIG = CoreConfig(
     idle_exit_s=0.0,
     drain_timeout_s=1e6,
     staging_grace_s=1e5,
+    keep_snapshots_s=0.0,
+    mirror_roots=(),
 )
 
 

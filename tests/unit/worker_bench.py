@@ -26,6 +26,7 @@ CONFIG = CoreConfig(
     drain_timeout_s=120.0,
     staging_grace_s=10.0,
     keep_snapshots_s=30.0,
+    mirror_roots=(),
 )
 FIRST = "000001-00000000-aaaaaaaaaaaa"
 SECOND = "000001-00000001-aaaaaaaaaaaa"

@@ -94,8 +94,8 @@ class CoreConfig:
     idle_exit_s: float
     drain_timeout_s: float
     staging_grace_s: float
-    keep_snapshots_s: float = 0.0
-    mirror_roots: tuple[str, ...] = ()
+    keep_snapshots_s: float
+    mirror_roots: tuple[str, ...]
 
 
 class Shutdown:
@@ -182,9 +182,9 @@ class Shutdown:
             elif at_rest:
                 self._leave(True, "drained")
             elif t.now >= self._drain_deadline:
-                if unfinished:
-                    text = f"{len(unfinished)} saves are unfinished and will not be committed ({self._why})"
-                    t.log("error", text, unfinished_saves=[s.save_id for s in unfinished[:20]])
+                if lost := [s for s in unfinished if s.sealed]:
+                    text = f"{len(lost)} saves are unfinished and will not be committed ({self._why})"
+                    t.log("error", text, unfinished_saves=[s.save_id for s in lost[:20]])
                 self._leave(not unfinished, self._why)
         elif self._idle_since is not None and 0 < self._config.idle_exit_s <= t.now - self._idle_since:
             self._leave(True, "idle")
