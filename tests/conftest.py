@@ -56,6 +56,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the seed, also hypothesis's; a process that runs a part of the tests takes that of who has started it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    missing = [one for one in config.args if not (config.invocation_params.dir / one.partition("::")[0]).exists()]
+    if missing:  # with pytest-xdist, pytest would only say that no tests ran
+        raise pytest.UsageError(f"no such file or directory: {', '.join(missing)}")
     given = getattr(config, "workerinput", {}).get("seed") or os.environ.get(SEED_VARIABLE)
     config.stash[_SEED] = int(given or random.SystemRandom().getrandbits(32))
     if getattr(config.option, "hypothesis_seed", 0) is None:  # neither without hypothesis, nor given by hand

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from asyncckpt import __version__
@@ -118,9 +119,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return standard_streams.exit_code(_run(args))
 
 
+class _Warnings(logging.Handler):
+    """Prints warnings of the library as a command prints its errors."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__(logging.WARNING)
+        self._command = command
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        with contextlib.suppress(OSError):
+            say(f"asyncckpt {self._command}: {self.format(record)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _warnings_printed(command: str) -> Iterator[None]:
+    """Print warnings of the library, unless the caller's program handles them."""
+    logger = logging.getLogger("asyncckpt")
+    if logger.hasHandlers():
+        yield
+        return
+    handler = _Warnings(command)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 def _run(args: argparse.Namespace) -> int:
     try:
-        with with_storage_options(storage_options_of(args)):
+        with with_storage_options(storage_options_of(args)), _warnings_printed(args.command):
             code: int = module_of(args.command).run(args)
         return code
     except KeyboardInterrupt:

@@ -290,7 +290,7 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 TAG = "dcp"
-_SCALARS = frozenset({int, float, bool, str, type(None), complex, bytes})
+_SCALARS = SCALARS | {bytes}
 
 
 def encode_leaf(planner: SavePlanner, item: WriteItem) -> Any:

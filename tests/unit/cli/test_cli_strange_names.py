@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,20 @@ def test_a_message_about_a_damaged_file_is_shown_the_same_way(
     assert main(["verify", str(evil[1])]) == 3
     assert main(["inspect", str(evil[1] / EVIL)]) == 4
     assert not OBEYED.search("".join(capsys.readouterr()))
+
+
+def test_a_warning_of_the_library_is_shown_the_same_way(evil: list[Path]) -> None:
+    (evil[0].parent / f"x{EVIL}").mkdir()
+    (evil[0].parent / f"x{EVIL}" / "manifest.json").write_text("{}")
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncckpt", "verify", "--newest", str(evil[0].parent)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "asyncckpt verify: " in done.stderr and "is skipped" in done.stderr, done
+    assert not OBEYED.search(done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import math
 import random
 import struct
-from collections import namedtuple
+from collections import deque, namedtuple
 from typing import Any
 
 import pytest
@@ -44,6 +44,8 @@ def same(a: Any, b: Any) -> bool:
         return same(list(a.items()), list(b.items()))
     if isinstance(a, slice):
         return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+    if isinstance(a, deque):
+        return a.maxlen == b.maxlen and same(list(a), list(b))
     return bool(a == b)
 
 
@@ -62,6 +64,7 @@ EXACT = (
     *(datetime.datetime(2024, 2, 29, 1, 2, 3, 4), datetime.datetime(1, 1, 1, tzinfo=datetime.timezone.utc)),
     *(datetime.date(2024, 2, 29), datetime.time(23, 59, 59, 999999), datetime.time(1, tzinfo=datetime.timezone.utc)),
     *(datetime.timedelta(days=-1, microseconds=1), datetime.timedelta.max),
+    *(deque(), deque([1, (2,), [3]]), deque([1, 2], maxlen=2), deque(maxlen=0)),
     datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3, minutes=-30))),
     datetime.time(1, 2, tzinfo=datetime.timezone(datetime.timedelta(seconds=86399, microseconds=1))),
 )
@@ -150,6 +153,13 @@ BAD = [
     _tagged("complex", "00"),
     _tagged("bytes", "?"),
     _tagged("bytes", None),
+    _tagged("bytearray", "?"),
+    _tagged("date", "tomorrow"),
+    _tagged("time", 12),
+    _tagged("deque", [1, 2]),
+    _tagged("deque", [-1, []]),
+    _tagged("deque", "ab"),
+    _tagged("frozenset", [[1]]),
     _tagged("str", "ff"),
     _tagged("slice", [1, 2]),
     _tagged("slice", [1, 2, 3, 4]),
@@ -166,6 +176,12 @@ BAD = [
     _tagged("dict", ["ab"]),
     _tagged("dict", [[[1], 2]]),
 ]
+
+
+def test_every_tag_has_a_value_and_a_bad_payload() -> None:
+    tags = {raw["$"] for raw in map(encode_value, EXACT) if isinstance(raw, dict) and "$" in raw}
+    assert {*objects.TAGS} - tags == set(), "add values to EXACT"
+    assert {*objects.TAGS} - {raw.get("$") for raw in BAD if isinstance(raw, dict)} == set(), "add payloads to BAD"
 
 
 @pytest.mark.parametrize("raw", BAD, ids=str)

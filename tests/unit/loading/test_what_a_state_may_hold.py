@@ -44,7 +44,7 @@ def assert_all_is_built(text: str, phrases: set[str], other_words: str) -> None:
         assert phrase in plain, f"{phrase!r} is built, but not named in: {text}"
         plain = plain.replace(phrase, "", 1)
     left = {*re.findall(r"[^\s,;:.()-]+", plain)} - {*other_words.split()}
-    assert not left, f"named, but not built: {left}"
+    assert not left, f"named, but not built: {left}: add a row to the table of this file"
 
 
 # ---- the guide: leaves ----------------------------------------------------------------------------------------------
