@@ -16,7 +16,7 @@ from types import ModuleType
 
 from asyncckpt import __version__
 from asyncckpt.cli import standard_streams
-from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say, storage_options_of
+from asyncckpt.cli.output import EXIT_FAILED, exit_code_of, say
 from asyncckpt.errors import AsyncCkptError
 from asyncckpt.storage.locate import with_storage_options
 
@@ -37,10 +37,7 @@ COMMANDS = {
     "doctor": "check this machine and a directory before a run",
     "worker": "start a worker, show its status, drain it or stop it",
 }
-"""Help text by name. The module of a command is `asyncckpt.cli.commands.NAME`, or that in a package of `PACKAGES`."""
-
-PACKAGES = {"gc": "cleanup", "pin": "cleanup", "prune": "cleanup"}
-"""Commands of one subject, whose modules are in a package of their own below `asyncckpt.cli.commands`."""
+"""Help text by name. The module of a command is `asyncckpt.cli.commands.NAME`."""
 
 WITHOUT_JSON = ("demo", "run", "worker")
 """Commands without --json; the actions of `worker` have it."""
@@ -66,14 +63,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def module_name(command: str) -> str:
-    """Return the full name of a command's module."""
-    return ".".join((__name__, "commands", *((PACKAGES[command],) if command in PACKAGES else ()), command))
-
-
 def module_of(command: str) -> ModuleType:
     """Return the module of a command."""
-    return importlib.import_module(module_name(command))
+    return importlib.import_module(f"{__name__}.commands.{command}")
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -149,7 +141,7 @@ def _warnings_printed(command: str) -> Iterator[None]:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        with with_storage_options(storage_options_of(args)), _warnings_printed(args.command):
+        with with_storage_options(dict(getattr(args, "storage_option", ()))), _warnings_printed(args.command):
             code: int = module_of(args.command).run(args)
         return code
     except KeyboardInterrupt:

@@ -34,6 +34,17 @@ EXIT_UNREACHABLE = 5
 EXIT_SIGNAL = 128
 """Added to the signal's number, as in POSIX shells."""
 
+_CODES: dict[type[BaseException], int] = {
+    CheckpointNotCommittedError: EXIT_CORRUPT,
+    CorruptCheckpointError: EXIT_CORRUPT,
+    WorkerUnavailableError: EXIT_UNREACHABLE,
+    ConfigError: EXIT_USAGE,
+    UnsupportedFormatError: EXIT_FAILED,
+    CheckpointNotFoundError: EXIT_NOT_FOUND,
+    FileNotFoundError: EXIT_NOT_FOUND,
+}
+"""Exit codes by the class of the error; the first that fits counts."""
+
 _UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, characters that change the writing direction, and surrogates, which have no UTF-8 encoding."""
 
@@ -53,11 +64,15 @@ def path_argument(text: str) -> str:
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
     """Add --storage-option, for commands that take URLs."""
-    text = (
-        "option of the object store that a URL leads to, such as endpoint=URL; repeat for more. Others see it in the "
+    parser.add_argument(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        type=_option,
+        help="option of the object store that a URL leads to, such as endpoint=URL; repeat for more. Others see it in "
+        "the list of processes: give secrets by the environment",
     )
-    text += "list of processes: give secrets by the environment"
-    parser.add_argument("--storage-option", metavar="KEY=VALUE", action="append", default=[], type=_option, help=text)
 
 
 def _option(text: str) -> tuple[str, str]:
@@ -65,11 +80,6 @@ def _option(text: str) -> tuple[str, str]:
     if not given or not name:
         raise argparse.ArgumentTypeError("expected KEY=VALUE")  # IMPORTANT: not the text, which may hold a secret
     return name, value
-
-
-def storage_options_of(args: argparse.Namespace) -> dict[str, str]:
-    """Return what `--storage-option` has given."""
-    return dict(getattr(args, "storage_option", ()))
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:
@@ -129,15 +139,7 @@ def nothing_found(args: argparse.Namespace, what: str) -> str:
 
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code for an error."""
-    if isinstance(error, (CheckpointNotCommittedError, CorruptCheckpointError)):
-        return EXIT_CORRUPT
-    if isinstance(error, WorkerUnavailableError):
-        return EXIT_UNREACHABLE
-    if isinstance(error, ConfigError):
-        return EXIT_USAGE
-    if isinstance(error, UnsupportedFormatError):
-        return EXIT_FAILED
-    return EXIT_NOT_FOUND if isinstance(error, (CheckpointNotFoundError, FileNotFoundError)) else EXIT_FAILED
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), EXIT_FAILED)
 
 
 def printable(text: str) -> str:
@@ -233,8 +235,13 @@ def print_removals(
         nothing: Text that is printed if nothing was found.
     """
     rows = facts["found"]
+    abandoned = "abandoned by a rollback"
     cells = [
-        [row["action"], *between, with_note(row["path"], row["error"] or row["why"] or _origin(row))]
+        [
+            row["action"],
+            *between,
+            with_note(row["path"], row["error"] or row["why"] or (row.get("abandoned_branch") and abandoned)),
+        ]
         for row, *between in zip(rows, *(column for _, column in columns), strict=True)
     ]
     print_rows(args, facts, ("ACTION", *(heading for heading, _ in columns), "PATH"), cells, nothing)
@@ -249,7 +256,3 @@ def print_removals(
         if would := sum(row["nbytes"] for row in rows if row["action"] == "would go"):
             say(f"nothing was changed; --delete removes {human(would)}")
     return EXIT_FAILED if any(row["error"] for row in rows) else EXIT_OK
-
-
-def _origin(row: dict[str, Any]) -> str:
-    return "abandoned by a rollback" if row.get("abandoned_branch") else ""

@@ -14,7 +14,7 @@ from asyncckpt.errors import AsyncCkptError
 from asyncckpt.storage.catalog import read_manifest
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
-from asyncckpt.storage.store import Store, StoreFiles
+from asyncckpt.storage.store import StoreFiles
 
 Show = Callable[[int, int], None]
 """Called with (done, total) bytes, by several threads. A total of 0 means unknown."""
@@ -66,42 +66,20 @@ def _print_line(done: int, total: int, pace: str) -> None:
     print(f"{min(1.0, done / total):.0%}, {pace}" if total else pace, file=sys.stderr, flush=True)
 
 
-class _Counter:
-    """Shows how much was read; from several threads."""
+def _counted(files: Files, show: Show, total: int) -> Files:
+    """Let `files` show how much was read, by several threads; return it."""
+    lock, read, done = threading.Lock(), files.preadv, 0
 
-    def __init__(self, show: Show, total: int) -> None:
-        self._show, self._total, self._done, self._lock = show, total, 0, threading.Lock()
-
-    def add(self, count: int) -> int:
-        """Count bytes, and return their number."""
-        with self._lock:
-            self._done += count
-            self._show(self._done, self._total)
+    def preadv(fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
+        nonlocal done
+        count = read(fd, buffers, offset, flags)
+        with lock:
+            done += count
+            show(done, total)
         return count
 
-
-class _CountingFiles(Files):
-    """A `Files` that shows the progress of reads."""
-
-    def __init__(self, counter: _Counter) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
-        """Read, and show the progress."""
-        return self._counter.add(super().preadv(fd, buffers, offset, flags))
-
-
-class _CountingStoreFiles(StoreFiles):
-    """The same, over an object store."""
-
-    def __init__(self, store: Store, counter: _Counter) -> None:
-        super().__init__(store)
-        self._counter = counter
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview | bytearray], offset: int, flags: int = 0) -> int:
-        """Read, and show the progress."""
-        return self._counter.add(super().preadv(fd, buffers, offset, flags))
+    files.preadv = preadv  # type: ignore[method-assign]
+    return files
 
 
 @contextlib.contextmanager
@@ -116,10 +94,8 @@ def show_reads(files: Files, total: Callable[[], int], *, quiet: bool) -> Iterat
     with progress(quiet=quiet) as show:
         if show is None:
             yield files
-        elif isinstance(files, StoreFiles):
-            yield _CountingStoreFiles(files.store, _Counter(show, total()))
         else:
-            yield _CountingFiles(_Counter(show, total()))
+            yield _counted(StoreFiles(files.store) if isinstance(files, StoreFiles) else Files(), show, total())
 
 
 def recorded_nbytes(path: str, files: Files) -> int:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-EXIT_FAILED = 1
+from asyncckpt.cli.output import EXIT_FAILED
 
 
 @contextlib.contextmanager

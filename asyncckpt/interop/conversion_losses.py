@@ -175,19 +175,10 @@ def ordered_dicts_lost(found: Iterable[tuple[Path, Node]]) -> list[str]:
     return lost
 
 
-def is_text(name: str) -> bool:
-    """Whether a name can be encoded as UTF-8; lone surrogates, which a pickle may hold, cannot."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def kept_metadata(contents: Contents) -> dict[str, Any]:
     """Return a source's metadata; for a Hugging Face directory without the list of its files: the target has others."""
-    own = contents.source is not None and contents.source.kind == "hf"
-    return {key: value for key, value in contents.manifest.metadata.items() if not (own and key == "files")}
+    metadata = contents.manifest.metadata
+    return {key: value for key, value in metadata.items() if contents.kind != "hf" or key != "files"}
 
 
 def restored_metadata(contents: Contents) -> dict[str, Any]:
@@ -324,7 +315,7 @@ def _step_lost(written: Outline, to: str) -> list[str]:
 
 def _unread(contents: Contents, files: Files) -> list[str]:
     """Return a sentence about safetensors files in a Hugging Face directory that are not part of the model."""
-    if contents.source is None or contents.source.kind != "hf":
+    if contents.source is None or contents.kind != "hf":
         return []
     read = set(contents.source.metadata["files"])
     there = [name for name in files.listdir(contents.source.directory) if name.endswith(".safetensors")]

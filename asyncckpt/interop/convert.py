@@ -42,7 +42,7 @@ from asyncckpt.loading.fetch import thread_count
 from asyncckpt.loading.key_selection import key_list
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.contents import Contents
-from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, conversion_failure, fsync_directory
+from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, conversion_failure, fsync_directory, write_new_file
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.storage.read_plan import with_verifiers
@@ -178,27 +178,26 @@ def convert(
         check_not_nested(target, source, to)
     if keys is not None and not isinstance(keys, Iterable):
         raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
-    found, dtype_name = checked_rules(rules) if rules else [], cast_dtype(dtype)
+    found = checked_rules(rules) if rules else []
+    conversion = Conversion(
+        to,
+        keys=keys,
+        key_map=key_map,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        partial=partial,
+        threads=threads,
+        read_back=read_back,
+    )
 
     def write(path: str, save_id: SaveId | None, progress: Progress | None) -> ConversionReport:
-        conversion = Conversion(
+        return conversion.run(
             source,
             path,
-            to,
-            files_at(source),
-            overwrite=overwrite,
-            threads=thread_count(threads),
-            read_back=read_back,
-            progress=progress,
             save_id=save_id,
-            dtype=dtype_name,
-        )
-        return conversion.run(
-            key_list(keys),
-            key_map,
-            max_shard_bytes,
-            partial,
-            prepare=lambda outline: reshaped(outline, found, dtype_name),
+            progress=progress,
+            prepare=lambda outline: reshaped(outline, found, conversion.dtype),
         )
 
     with with_storage_options(storage_options):
@@ -266,103 +265,108 @@ class Conversion:
     """One conversion.
 
     Args:
-        source: Absolute path of the source, or a URL.
-        path: Absolute path of the target.
-        to: Its kind.
-        source_files: The `Files` with which the source is read.
-        overwrite, threads, read_back, progress: As of `convert`.
-        save_id: ID of the save that a target `asyncckpt` is of; None: one that is newer than what is beside the path.
-        dtype: Dtype that a copied config.json gets, if tensors of it are written. None: it stays as it is.
+        to: Kind of the target.
+        keys, key_map, dtype, max_shard_bytes, overwrite, partial, threads, read_back: As of `convert`.
+
+    Attributes:
+        dtype: Name of the dtype to which tensors are cast; None: none is.
+
+    Raises:
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
         self,
-        source: str,
-        path: str,
         to: str,
-        source_files: Files,
         *,
-        overwrite: bool,
-        threads: int,
-        read_back: bool,
-        progress: Progress | None,
-        save_id: SaveId | None = None,
-        dtype: str | None = None,
+        keys: Any = None,
+        key_map: KeyMap | None = None,
+        dtype: Any = None,
+        max_shard_bytes: int | None = None,
+        overwrite: bool = False,
+        partial: bool = False,
+        threads: int | None = None,
+        read_back: bool = True,
     ) -> None:
-        self._save_id, self._dtype = save_id, dtype
-        self.source, self.path, self._folder = source, path, source
-        self._to, self._overwrite, self._threads, self._read_back = to, overwrite, threads, read_back
-        self._progress = progress
-        self._files, self._source_files = Files(), source_files
-        self._umask = current_umask()
+        check_arguments(to, max_shard_bytes)
+        self._to, self._keys, self._key_map, self._max_shard_nbytes = to, key_list(keys), key_map, max_shard_bytes
+        self._overwrite, self._partial, self._read_back = overwrite, partial, read_back
+        self.dtype, self._threads = cast_dtype(dtype), thread_count(threads)
+        self._files, self._umask = Files(), current_umask()
         self._done = self._total = 0
+
+    def check_place(self, path: str) -> TargetState:
+        """Check that the target may be written to `path`, and return what is there. Raises as `publish.check_place`."""
+        return check_place(path, self._to, self._files, overwrite=self._overwrite)
 
     def run(
         self,
-        keys: list[str] | None,
-        key_map: KeyMap | None,
-        max_shard_bytes: int | None,
-        partial: bool,
+        source: str,
+        path: str,
         *,
         prepare: Callable[[Outline], tuple[Outline, list[str]]],
-        beside: Callable[[Outline], Mapping[str, str]] = lambda outline: {},
+        beside: Callable[[Outline], Mapping[str, bytes]] = lambda outline: {},
+        save_id: SaveId | None = None,
+        progress: Progress | None = None,
     ) -> ConversionReport:
         """Convert.
 
         Args:
-            keys, key_map, max_shard_bytes, partial: As of `convert`.
+            source: Absolute path of the source, or a URL.
+            path: Absolute path of the target.
             prepare: Returns what is converted of the selected leaves, and what it has changed in sentences.
-            beside: Called with what is written; returns further files that are copied into a target of kind `hf`: their
-                paths by name. They take precedence over companion files of the source.
+            beside: Called with what is written; returns the contents of further files of a target of kind `hf`, by
+                name. They take precedence over companion files of the source.
+            save_id: ID of the save that a target `asyncckpt` is of; None: one newer than what is beside the path.
+            progress: As of `convert`.
         """
-        is_local = not is_url(self.source)
-        contents = read_any(self.source, self._source_files)
-        if contents.source is not None:
-            self._folder = contents.source.directory
+        self._progress, source_files = progress, files_at(source)
+        is_local = not is_url(source)
+        contents = read_any(source, source_files)
         if is_local:
-            check_inside(self.path, self.source, contents)
-        is_around = is_local and is_inside(self.source, self.path)
+            check_inside(path, source, contents)
+        is_around = is_local and is_inside(source, path)
         if is_around:
-            check_around(self.path, self._files)
-            existing, place = TargetState.NOTHING, os.path.join(self.path, os.path.basename(self.path))
+            check_around(path, self._files)
+            existing, place = TargetState.NOTHING, os.path.join(path, os.path.basename(path))
         else:
-            existing, place = check_place(self.path, self._to, self._files, overwrite=self._overwrite), self.path
+            existing, place = self.check_place(path), path
         split: list[str] = []
-        whole = outline_of(contents, self._source_files, keys=keys, key_map=key_map)
+        whole = outline_of(contents, source_files, keys=self._keys, key_map=self._key_map)
         refuse_uncut(whole)
         if self._to != "asyncckpt":
             whole, split = without_composites(whole)
         whole, sentences = prepare(whole)
         losses = _CHECKS[self._to](readable(whole))
-        outline = writable_part(whole, losses, to=self._to, partial=partial)
-        target = self._target(outline, max_shard_bytes)
-        found, not_copied = self._companion_files(contents)
-        extras = {name: os.path.join(self._folder, name) for name in found} | dict(beside(outline))
-        room = target.nbytes + sum(map(os.path.getsize, extras.values()))
-        check_free_space(place, room, self._files)
+        outline = writable_part(whole, losses, to=self._to, partial=self._partial)
+        target = self._target(outline, path, save_id)
+        companions, not_copied = self._companion_files(contents)
+        extras = companions | self._written_beside(outline, companions, beside)
+        room = sum(len(one) if isinstance(one, bytes) else os.path.getsize(one) for one in extras.values())
+        check_free_space(place, target.nbytes + room, self._files)
         if split:
             losses.changed.append(f"tensors became dicts of their components: {listed(split)}")
-        changed = tuple(losses.changed + sentences + changes(whole, outline, self._to, keys, self._source_files))
+        changed = tuple(losses.changed + sentences + changes(whole, outline, self._to, self._keys, source_files))
         self._total = target.nbytes * (2 if self._read_back else 1)
         carried: tuple[str, ...] = ()
         with temporary_path(place) as temporary:
             try:
-                self._write(temporary, target, outline, extras)
+                self._write(temporary, target, outline, None if is_local else source_files, extras)
                 if contents.source is not None:
-                    contents.source.check_unchanged(self._source_files)
+                    contents.source.check_unchanged(source_files)
                 if is_around:
-                    put_into_directory(temporary, self.path, self._files)
+                    put_into_directory(temporary, path, self._files)
                 else:
-                    carried = put_into_place(temporary, self.path, existing, self._to, self._files, self._umask)
+                    carried = put_into_place(temporary, path, existing, self._to, self._files, self._umask)
             except AsyncCkptError:
                 raise
             except OSError as error:
-                raise conversion_failure(error, self.path) from error
-        if self._progress is not None:
-            self._progress(self._total, self._total)
+                raise conversion_failure(error, path) from error
+        if progress is not None:
+            progress(self._total, self._total)
         kinds = [node[0] for _, node in outline.leaves()]
         return ConversionReport(
-            kind=contents.source.kind if contents.source is not None else "asyncckpt",
+            kind=contents.kind,
             to=self._to,
             tensors=len(kinds) - kinds.count(OBJECT),
             objects=kinds.count(OBJECT),
@@ -374,33 +378,62 @@ class Conversion:
             carried_over=carried,
         )
 
-    def _target(self, outline: Outline, max_shard_bytes: int | None) -> Target:
-        if self._to == "asyncckpt":
-            save_id = self._save_id
-            if save_id is None:
-                epoch = next_epoch_beside(self.path, LocalStore(self._files))
-                save_id = SaveId(epoch, 0, secrets.token_hex(6))
-            return asyncckpt_target(outline, save_id, self._files, self._umask, max_shard_bytes)
-        if self._to == "safetensors":
-            return safetensors_target(outline)
-        if self._to == "hf":
-            return hf_target(outline, max_shard_bytes)
-        if self._to == "torch":
-            return torch_target(outline, self._files)
-        return dcp_target(outline, self._files, max_shard_bytes)
+    def _target(self, outline: Outline, path: str, save_id: SaveId | None) -> Target:
+        if self._to != "asyncckpt":
+            return _TARGETS[self._to](outline, self._files, self._max_shard_nbytes)
+        if save_id is None:
+            save_id = SaveId(next_epoch_beside(path, LocalStore(self._files)), 0, secrets.token_hex(6))
+        return asyncckpt_target(outline, save_id, self._files, self._umask, self._max_shard_nbytes)
 
-    def _write(self, temporary: str, target: Target, outline: Outline, extras: Mapping[str, str]) -> None:
+    def _companion_files(self, contents: Contents) -> tuple[dict[str, str | bytes], list[str]]:
+        """Return the files of a Hugging Face directory that are copied to the target: their paths by name; and the
+        names of all others.
+        """
+        if contents.source is None or contents.kind != "hf":
+            return {}, []
+        folder = contents.source.directory
+        names, others = copied_files(folder, contents, self._files)
+        if self._to != "hf":
+            return {}, sorted([*names, *others])
+        return {name: os.path.join(folder, name) for name in names}, others
+
+    def _written_beside(
+        self,
+        outline: Outline,
+        companions: Mapping[str, str | bytes],
+        beside: Callable[[Outline], Mapping[str, bytes]],
+    ) -> dict[str, str | bytes]:
+        """Return what `beside` does, and a config.json that says the dtype to which the weights are cast."""
+        found: dict[str, str | bytes] = {**beside(outline)}
+        is_cast = self.dtype is not None and any(tensor.dtype == self.dtype for tensor in outline.tensors)
+        if is_cast and CONFIG_NAME in companions and CONFIG_NAME not in found:
+            with open(companions[CONFIG_NAME], "rb") as file:
+                data = config_with_dtype(file.read(), str(self.dtype))
+            if data is not None:
+                found[CONFIG_NAME] = data
+        return found
+
+    def _write(
+        self,
+        temporary: str,
+        target: Target,
+        outline: Outline,
+        remote: Files | None,
+        extras: Mapping[str, str | bytes],
+    ) -> None:
+        """Write and verify the target. `remote`: what reads a source in an object store."""
         mode = MODE_FILE & ~self._umask
         if target.is_directory:
             self._files.mkdir(temporary, MODE_DIRECTORY & ~self._umask)
         files, threads = DuplexFiles(self._threads), with_verifiers(self._threads)
-        reader = SourceReader(outline.contents, outline.tensors, self._source_files if is_url(self.source) else files)
+        reader = SourceReader(outline.contents, outline.tensors, remote or files)
         blocks = write_files(temporary, target, reader, files, mode, self._step, threads=threads)
         reader.check_checksums(range(len(outline.tensors)), self._threads)
-        for name, path in extras.items():
-            copy_file(path, os.path.join(temporary, name), mode)
-        if CONFIG_NAME in extras and any(tensor.dtype == self._dtype for tensor in outline.tensors):
-            self._set_dtype(os.path.join(temporary, CONFIG_NAME))
+        for name, found in extras.items():
+            if isinstance(found, bytes):
+                write_new_file(self._files, os.path.join(temporary, name), found, mode=mode, fsync=True)
+            else:
+                copy_file(found, os.path.join(temporary, name), mode)
         if target.finish is not None:
             target.finish(temporary, blocks)
         if target.is_directory:
@@ -409,29 +442,10 @@ class Conversion:
         if self._read_back:
             verify_bytes(temporary, outline, target, blocks, self._files, self._threads, self._step)
 
-    def _set_dtype(self, path: str) -> None:
-        """Let a config.json that was copied say the dtype to which the weights were cast."""
-        assert self._dtype is not None
-        with open(path, "r+b") as file:
-            data = config_with_dtype(file.read(), self._dtype)
-            if data is not None:
-                file.seek(0)
-                file.truncate()
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-
     def _step(self, nbytes: int) -> None:
         self._done += nbytes
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)
-
-    def _companion_files(self, contents: Contents) -> tuple[list[str], list[str]]:
-        """Return the names of files of a Hugging Face directory that are copied to the target, and of all others."""
-        if contents.source is None or contents.source.kind != "hf":
-            return [], []
-        extras, others = copied_files(self._folder, contents, self._files)
-        return (extras, others) if self._to == "hf" else ([], sorted([*extras, *others]))
 
 
 _CHECKS: dict[str, Callable[[Outline], ConversionLosses]] = {
@@ -440,4 +454,11 @@ _CHECKS: dict[str, Callable[[Outline], ConversionLosses]] = {
     "torch": check_torch,
     "safetensors": check_safetensors,
     "hf": check_safetensors,
+}
+
+_TARGETS: dict[str, Callable[[Outline, Files, int | None], Target]] = {
+    "dcp": dcp_target,
+    "torch": lambda outline, files, _: torch_target(outline, files),
+    "safetensors": lambda outline, files, _: safetensors_target(outline),
+    "hf": lambda outline, files, max_shard_nbytes: hf_target(outline, max_shard_nbytes),
 }

@@ -42,13 +42,13 @@ from asyncckpt.format.names import (
     owner_of,
 )
 from asyncckpt.interop.checkpoint_files import belongs, copy_file, is_carried_over, may_belong, model_files
-from asyncckpt.interop.sources.detect import NATIVE, kind_at
+from asyncckpt.interop.sources.detect import kind_at
 from asyncckpt.interop.sources.rank_files import RANK_FILES
 from asyncckpt.interop.sources.torch_file import is_torch_file
 from asyncckpt.maintenance.gc import CONVERSION, TemporaryKind
 from asyncckpt.storage.checkpoint_dir import is_pinned, manifest_or_error
 from asyncckpt.storage.commit import LOCK_TIMEOUT_S
-from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.contents import NATIVE, Contents
 from asyncckpt.storage.files import MODE_FILE, Files, conversion_failure, fsync_directory, put_new_name
 from asyncckpt.storage.local import LocalStore
 
@@ -357,11 +357,10 @@ def check_inside(path: str, source: str, contents: Contents) -> None:
     """
     if not is_inside(path, source):
         return
-    kind = contents.source.kind if contents.source is not None else NATIVE
     first = os.path.relpath(os.path.realpath(path), os.path.realpath(source)).split(os.sep)[0]
     read = contents.source.stamps if contents.source is not None else ()
     is_read = os.path.realpath(path) in {os.path.realpath(os.path.join(source, name)) for name in read}
-    if is_read or (first.endswith(_OF_HUB) if kind == "hf" else belongs(first, kind)):
+    if is_read or (first.endswith(_OF_HUB) if contents.kind == "hf" else belongs(first, contents.kind)):
         raise ConfigError(
             f"{path} is inside the source {source}, and its name would make it a part of that; choose another name",
             field="dst",

@@ -23,7 +23,7 @@ from asyncckpt.format.names import MANIFEST_NAME, SaveId, index_name, is_reserve
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.state_tree import ARRAY, BYTES, TENSOR, fqn_of, is_storable
 from asyncckpt.format.structure import Structure, TensorEntry, encode_structure
-from asyncckpt.interop.conversion_losses import ConversionLosses, is_text, refuse_long_keys, restored_metadata
+from asyncckpt.interop.conversion_losses import ConversionLosses, refuse_long_keys, restored_metadata
 from asyncckpt.interop.copy_pipeline import OutputFile, Target
 from asyncckpt.interop.outline import Outline, leaves_and_empty
 from asyncckpt.storage.files import MODE_FILE, Files, write_new_file
@@ -34,7 +34,7 @@ def check_asyncckpt(outline: Outline) -> ConversionLosses:
     losses = ConversionLosses()
     for path, node in leaves_and_empty(outline.tree):
         fqn = fqn_of(path)
-        if not is_text(fqn) or not all(map(is_storable, path)):
+        if not all(map(is_storable, path)):
             losses.cannot[fqn] = "its key is a text that is not valid UTF-8, or a number of more than 63 bits"
         elif node[0] in (TENSOR, ARRAY, BYTES) and (is_reserved(fqn) or fqn == METADATA_KEY):
             losses.cannot[fqn] = "its name is reserved"

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.errors import ConfigError
 from asyncckpt.format.layout import MAX_HEADER_NBYTES, METADATA_KEY, Payload, round_up
-from asyncckpt.format.state_tree import ARRAY, BYTES, MAPPINGS, OBJECT, TENSOR, fqn_of, leaves
+from asyncckpt.format.state_tree import ARRAY, BYTES, MAPPINGS, OBJECT, TENSOR, fqn_of, is_text, leaves
 from asyncckpt.interop.conversion_losses import (
     METADATA_TEXT_KEY,
     TOP,
     ConversionLosses,
     container_types_lost,
-    is_text,
     kept_metadata,
     listed,
     ordered_dicts_lost,

@@ -18,7 +18,6 @@ from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
 from asyncckpt.format.state_tree import ARRAY, BYTES, OBJECT, TENSOR, Node, composite_nodes, fqn_of, leaves
-from asyncckpt.interop.sources.detect import NATIVE
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.loading.byte_ranges import region_of
 from asyncckpt.loading.fetch import bytes_of, read_tensor, thread_count
@@ -66,7 +65,7 @@ class OpenCheckpoint:
         self.path, self.step, self.world_size = contents.path, manifest.step, manifest.world_size
         self.save_id = str(manifest.save_id)
         self.metadata: dict[str, Any] = dict(manifest.metadata)
-        self.kind = contents.source.kind if contents.source is not None else NATIVE
+        self.kind = contents.kind
         self._contents, self._reader, self._files = contents, reader, files
         self._held, self._has_checksums = held, found.has_checksums
         self._saved = SavedTree(contents, reader)

@@ -14,7 +14,7 @@ from typing import Any
 from asyncckpt.basics.paths import absolute_path, is_url
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.interop.convert import cast_dtype, check_arguments
-from asyncckpt.interop.hf.export import check_config, companion_files
+from asyncckpt.interop.hf.config_files import check_config, companion_files
 from asyncckpt.interop.hf.model_outline import ModelOutline, is_model, outline_of_model
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules
 from asyncckpt.interop.side_process import SideProcess

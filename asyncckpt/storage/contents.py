@@ -29,6 +29,10 @@ from asyncckpt.storage.local import store_over
 from asyncckpt.storage.store import for_each
 
 
+NATIVE = "asyncckpt"
+"""The kind of checkpoints in the format of this package."""
+
+
 class Located(NamedTuple):
     """Place of a chunk whose elements are row-major in their file: from byte `offset` of shard number `part` on."""
 
@@ -178,6 +182,11 @@ class Contents:
     ranks: tuple[RankContents, ...]
     tensors: dict[str, SavedTensor]
     source: ForeignSource | None = None
+
+    @property
+    def kind(self) -> str:
+        """`NATIVE`, or the `kind` of its source."""
+        return NATIVE if self.source is None else self.source.kind
 
     @property
     def reused_nbytes(self) -> int:

@@ -19,7 +19,7 @@ import pytest
 from real_worker import running
 
 from asyncckpt.cli import worker_requests
-from asyncckpt.cli.commands.cleanup import gc
+from asyncckpt.cli.commands import gc
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.maintenance.gc import GarbageRules
 from asyncckpt.maintenance.uploads import uploads_in

@@ -24,7 +24,6 @@ from asyncckpt.cli.output import (
     path_argument,
     print_json,
     say,
-    storage_options_of,
 )
 from asyncckpt.cli.progress import progress
 from asyncckpt.errors import ConfigError
@@ -115,7 +114,6 @@ def run(args: argparse.Namespace) -> int:
         "max_shard_bytes": args.max_shard_bytes,
         "overwrite": args.overwrite,
         "read_back": not args.no_read_back,
-        "storage_options": storage_options_of(args),
     }
     started = time.perf_counter()
     with progress(quiet=args.json) as shown, _terminates_like_interrupt():

@@ -14,10 +14,10 @@ from asyncckpt.errors import UnsupportedFormatError
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import decode_value
 from asyncckpt.format.state_tree import OBJECT, composite_nodes, fqn_of, leaves, per_rank_nodes
-from asyncckpt.interop.sources.detect import NATIVE, read_any
+from asyncckpt.interop.sources.detect import read_any
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.maintenance.mirroring import is_mirrored
-from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
+from asyncckpt.storage.contents import NATIVE, Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at
@@ -72,7 +72,7 @@ def _describe(contents: Contents, files: Files) -> dict[str, Any]:
     manifest, shards = contents.manifest, _shards(contents)
     return {
         "path": contents.path,
-        "kind": contents.source.kind if contents.source is not None else NATIVE,
+        "kind": contents.kind,
         "layout": manifest.layout if contents.source is None else None,
         "step": manifest.step,
         "save_id": str(manifest.save_id),

@@ -15,9 +15,10 @@ from typing import Any
 from asyncckpt.basics.quantities import human
 from asyncckpt.cli.output import EXIT_OK, add_root, existing_directory, nothing_found, print_rows, with_note
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.interop.sources.detect import NATIVE, kind_at
+from asyncckpt.interop.sources.detect import kind_at
 from asyncckpt.storage.catalog import Found, scan
 from asyncckpt.storage.checkpoint_dir import is_pinned
+from asyncckpt.storage.contents import NATIVE
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
 

@@ -26,11 +26,10 @@ from asyncckpt.cli.output import (
 )
 from asyncckpt.cli.progress import recorded_nbytes, show_reads
 from asyncckpt.errors import AsyncCkptError, CheckpointNotFoundError, ConfigError
-from asyncckpt.interop.sources.detect import NATIVE
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.interop.sources.verify import verify_any
 from asyncckpt.storage.catalog import UNREADABLE, UNSUPPORTED, candidates_in, is_broken
-from asyncckpt.storage.contents import Contents
+from asyncckpt.storage.contents import NATIVE, Contents
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.locate import files_at
@@ -119,7 +118,7 @@ def _row(verdict: Verdict, files: Files) -> dict[str, Any]:
     contents = verdict.contents
     return {
         "path": verdict.path,
-        "kind": contents.source.kind if contents and contents.source is not None else NATIVE if contents else None,
+        "kind": contents.kind if contents else None,
         "state": verdict.state,
         "step": contents.manifest.step if contents else None,
         "save_id": str(contents.manifest.save_id) if contents else None,

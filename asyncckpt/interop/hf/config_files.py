@@ -1,19 +1,22 @@
 """The files beside the weights that `from_pretrained` needs: config, generation config, tokenizer.
 
-They are taken from objects by `save_pretrained` or `to_dict`, from dicts, or from files. No class of transformers is
-imported, and no file of a checkpoint is run.
+They are taken from objects by `save_pretrained` or `to_dict`, from dicts, or from files, as bytes that another process
+can have too. No class of transformers is imported, and no file of a checkpoint is run.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncckpt.basics.paths import absolute_path
 from asyncckpt.errors import AsyncCkptError, ConfigError
 from asyncckpt.interop.checkpoint_files import holds_weights
+from asyncckpt.interop.hf.model_outline import is_model
+from asyncckpt.state_dict.stateful import unwrapped
 from asyncckpt.storage.files import Files, read_small_file
 
 CONFIG_NAME, GENERATION_CONFIG_NAME = "config.json", "generation_config.json"
@@ -36,155 +39,169 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Keys of a config for the dtype of the weights; the second was used up to transformers 4."""
 
 
-class ConfigFiles:
-    """Writes the files beside the weights into a directory.
+def check_config(config: Any) -> None:
+    """Check that there is a config.
+
+    Raises:
+        ConfigError: It is None, or a model without one.
+    """
+    if config is None or (is_model(config) and getattr(config, "config", None) is None):
+        raise ConfigError(
+            "export_hf: from_pretrained needs a config: give config=, a config or model of transformers, a dict, or a "
+            "directory with config.json",
+            field="config",
+        )
+
+
+def companion_files(
+    *, config: Any, generation_config: Any = None, tokenizer: Any = None, model: Any = None
+) -> dict[str, bytes]:
+    """Return the contents of the files of an export beside the weights, by name.
 
     Args:
-        directory: An existing, empty directory.
-        files: The storage seam.
+        config, generation_config, tokenizer: As of `export_hf`.
+        model: The model whose generation config is taken, unless one is given; None: `config`, if that is a model.
 
-    Attributes:
-        config: The content of config.json.
+    Raises:
+        ConfigError: Config, generation config or tokenizer are missing or cannot be written.
+        OSError: The directory of a tokenizer cannot be read, or `save_pretrained` cannot write.
     """
+    config = unwrapped(config)
+    check_config(config)
+    if model is None and is_model(config):
+        model = config
+    found = _json_files("config", config.config if is_model(config) else config, CONFIG_NAME)
+    own = found[CONFIG_NAME]
+    _parsed("config", lambda: own, CONFIG_NAME)
+    if generation_config is None and model is not None and getattr(model, "can_generate", lambda: False)():
+        generation_config = getattr(model, "generation_config", None)
+    if generation_config is None and not is_model(config):
+        generation_config = _generation_config_beside(config)
+    if generation_config is not None:
+        found |= _json_files("generation_config", generation_config, GENERATION_CONFIG_NAME)
+    return {**found, **(_tokenizer_files(tokenizer) if tokenizer is not None else {}), CONFIG_NAME: own}
 
-    def __init__(self, directory: str, files: Files) -> None:
-        self._directory, self._files = directory, files
-        self.config: dict[str, Any] = {}
 
-    def contents(self) -> dict[str, bytes]:
-        """Return the contents of all files by name."""
-        names = sorted(self._files.listdir(self._directory))
-        return {name: read_small_file(self._files, os.path.join(self._directory, name), _MAX_NBYTES) for name in names}
+def model_type_of(files: Mapping[str, bytes]) -> str:
+    """Return the `model_type` that the config.json of `companion_files` says."""
+    return str(json.loads(files[CONFIG_NAME]).get("model_type"))
 
-    def take_contents(self, contents: Mapping[str, bytes]) -> None:
-        """Take all files as `contents` has returned them."""
-        for name, data in contents.items():
-            self._put(name, data)
-        self.config = self._read_json(os.path.join(self._directory, CONFIG_NAME), "config")
 
-    def take_config(self, config: Any) -> None:
-        """Take the config: an object, a dict, a file, or a directory with a config.json."""
-        self._write_json("config", config, CONFIG_NAME)
-        self.config = self._read_json(os.path.join(self._directory, CONFIG_NAME), "config")
+def config_of(files: Mapping[str, bytes], *, dtype: str | None, architecture: str | None) -> bytes:
+    """Return the config.json of an export.
 
-    def take_generation_config(self, config: Any) -> None:
-        """Take the generation config: an object, a dict, a file, or a directory with a generation_config.json."""
-        self._write_json("generation_config", config, GENERATION_CONFIG_NAME)
+    Args:
+        files: What `companion_files` has returned.
+        dtype: Dtype of the weights; it replaces that in the config, to which `from_pretrained` would cast. None: the
+            config is not changed.
+        architecture: Name of the model's class. None: what the config says.
+    """
+    config = json.loads(files[CONFIG_NAME])
+    if dtype is not None:
+        config |= dict.fromkeys([key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS[:1], dtype)
+    if architecture is not None:
+        config["architectures"] = [architecture]
+    return _json(config)
 
-    def take_generation_config_beside(self, config: Any) -> None:
-        """Take the generation_config.json of the directory that was given as config, if it has one."""
-        if _is_path(config):
-            path = absolute_path(config)
-            folder = path if os.path.isdir(path) else os.path.dirname(path)
-            if os.path.isfile(os.path.join(folder, GENERATION_CONFIG_NAME)):
-                self.take_generation_config(folder)
 
-    def take_tokenizer(self, tokenizer: Any) -> None:
-        """Take the tokenizer, or a processor: an object with `save_pretrained`, or a directory with its files.
+def _generation_config_beside(config: Any) -> str | None:
+    """Return the directory that was given as config, or that of the file, if it has a generation_config.json."""
+    if not _is_path(config):
+        return None
+    path = absolute_path(config)
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    return folder if os.path.isfile(os.path.join(folder, GENERATION_CONFIG_NAME)) else None
 
-        Raises:
-            ConfigError: It is something else; or the directory has no such files.
-        """
-        if not _is_path(tokenizer):
-            self._save_pretrained("tokenizer", tokenizer)
-            return
-        folder = absolute_path(tokenizer)
-        names = sorted(self._files.listdir(folder)) if os.path.isdir(folder) else []
-        found = [name for name in names if name in _TOKENIZER_NAMES or name.endswith(_TOKENIZER_ENDINGS)]
-        if not found:
-            raise ConfigError(
-                f"tokenizer={folder!r}: expected a directory with the files of a tokenizer, such as tokenizer.json",
-                field="tokenizer",
-                value=folder,
-            )
-        for name in found:
-            path = os.path.join(folder, name)
-            try:
-                data = read_small_file(self._files, path, _MAX_NBYTES)
-            except OSError as error:
-                raise ConfigError(
-                    f"tokenizer: {path} cannot be read: {error}", field="tokenizer", value=path
-                ) from error
-            self._put(name, data)
 
-    def paths(self, *, dtype: str | None, architecture: str | None) -> dict[str, str]:
-        """Write config.json, and return the paths of all files by name.
+def _tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """Return the files of a tokenizer, or a processor: an object with `save_pretrained`, or a directory with them."""
+    if not _is_path(tokenizer):
+        return _saved_files("tokenizer", tokenizer)
+    folder = absolute_path(tokenizer)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    found = [name for name in names if name in _TOKENIZER_NAMES or name.endswith(_TOKENIZER_ENDINGS)]
+    if not found:
+        raise ConfigError(
+            f"tokenizer={folder!r}: expected a directory with the files of a tokenizer, such as tokenizer.json",
+            field="tokenizer",
+            value=folder,
+        )
+    return {name: _read("tokenizer", os.path.join(folder, name)) for name in found}
 
-        Args:
-            dtype: Dtype of the weights; it replaces that in the config, to which `from_pretrained` would cast. None:
-                the config is not changed.
-            architecture: Name of the model's class. None: what the config says.
-        """
-        if dtype is not None:
-            for key in [key for key in _DTYPE_KEYS if key in self.config] or _DTYPE_KEYS[:1]:
-                self.config[key] = dtype
-        if architecture is not None:
-            self.config["architectures"] = [architecture]
-        self._put(CONFIG_NAME, _json(self.config))
-        return {name: os.path.join(self._directory, name) for name in sorted(self._files.listdir(self._directory))}
 
-    def _write_json(self, field: str, given: Any, name: str) -> None:
-        if isinstance(given, Mapping):
-            self._put(name, self._encoded(field, lambda: dict(given)))
-        elif _is_path(given):
-            path = absolute_path(given)
-            path = os.path.join(path, name) if os.path.isdir(path) else path
-            self._put(name, _json(self._read_json(path, field)))
-        elif callable(getattr(given, "save_pretrained", None)):
-            self._save_pretrained(field, given)
-            if not os.path.isfile(os.path.join(self._directory, name)):
-                raise ConfigError(f"{field}: save_pretrained() of {_kind(given)} has written no {name}", field=field)
-        elif callable(getattr(given, "to_dict", None)):
-            self._put(name, self._encoded(field, given.to_dict))
-        else:
-            raise ConfigError(
-                f"{field} is a {_kind(given)}: expected a config or model of transformers, a dict, or the path of a "
-                f"directory with {name}",
-                field=field,
-                value=_kind(given),
-            )
+def _json_files(field: str, given: Any, name: str) -> dict[str, bytes]:
+    """Return the files of a config or generation config: an object, a dict, a file, or a directory with `name`."""
+    if isinstance(given, Mapping):
+        return {name: _encoded(field, lambda: dict(given))}
+    if _is_path(given):
+        path = absolute_path(given)
+        path = os.path.join(path, name) if os.path.isdir(path) else path
+        return {name: _json(_parsed(field, lambda: read_small_file(Files(), path, _MAX_NBYTES), path))}
+    if callable(getattr(given, "save_pretrained", None)):
+        found = _saved_files(field, given)
+        if name not in found:
+            raise ConfigError(f"{field}: save_pretrained() of {_kind(given)} has written no {name}", field=field)
+        return found
+    if callable(getattr(given, "to_dict", None)):
+        return {name: _encoded(field, given.to_dict)}
+    raise ConfigError(
+        f"{field} is a {_kind(given)}: expected a config or model of transformers, a dict, or the path of a "
+        f"directory with {name}",
+        field=field,
+        value=_kind(given),
+    )
 
-    def _save_pretrained(self, field: str, given: Any) -> None:
-        save = getattr(given, "save_pretrained", None)
-        if not callable(save):
-            raise ConfigError(
-                f"{field} is a {_kind(given)}: expected an object with save_pretrained(), or the path of a directory",
-                field=field,
-                value=_kind(given),
-            )
+
+def _saved_files(field: str, given: Any) -> dict[str, bytes]:
+    """Return the files that an object writes by `save_pretrained`."""
+    save = getattr(given, "save_pretrained", None)
+    if not callable(save):
+        raise ConfigError(
+            f"{field} is a {_kind(given)}: expected an object with save_pretrained(), or the path of a directory",
+            field=field,
+            value=_kind(given),
+        )
+    with tempfile.TemporaryDirectory(prefix="asyncckpt-export-") as directory:
         try:
-            save(self._directory)
+            save(directory)
         except (AsyncCkptError, OSError):
             raise
         except Exception as error:
             raise ConfigError(f"{field}: save_pretrained() of {_kind(given)} failed: {error!r}", field=field) from error
-        for name in sorted(self._files.listdir(self._directory)):
-            if holds_weights(name) or not os.path.isfile(os.path.join(self._directory, name)):
+        names = sorted(os.listdir(directory))
+        for name in names:
+            if holds_weights(name) or not os.path.isfile(os.path.join(directory, name)):
                 raise ConfigError(
                     f"{field}: save_pretrained() of {_kind(given)} has written {name!r}, which is a directory or holds "
                     "weights: save it to a directory of yours, and give the path of that",
                     field=field,
                     value=name,
                 )
+        return {name: _read(field, os.path.join(directory, name)) for name in names}
 
-    def _encoded(self, field: str, value: Callable[[], Any]) -> bytes:
-        try:
-            return _json(value())
-        except Exception as error:
-            raise ConfigError(f"{field} cannot be written as JSON: {error!r}", field=field) from error
 
-    def _put(self, name: str, data: bytes) -> None:
-        with open(os.path.join(self._directory, name), "wb") as file:
-            file.write(data)
+def _encoded(field: str, value: Callable[[], Any]) -> bytes:
+    try:
+        return _json(value())
+    except Exception as error:
+        raise ConfigError(f"{field} cannot be written as JSON: {error!r}", field=field) from error
 
-    def _read_json(self, path: str, field: str) -> dict[str, Any]:
-        try:
-            found = json.loads(read_small_file(self._files, path, _MAX_NBYTES))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{field}: {path} cannot be read as JSON: {error}", field=field, value=path) from error
-        if not isinstance(found, dict):
-            raise ConfigError(f"{field}: {path} holds no JSON object", field=field, value=path)
-        return found
+
+def _read(field: str, path: str) -> bytes:
+    try:
+        return read_small_file(Files(), path, _MAX_NBYTES)
+    except OSError as error:
+        raise ConfigError(f"{field}: {path} cannot be read: {error}", field=field, value=path) from error
+
+
+def _parsed(field: str, read: Callable[[], bytes], where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(read())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{field}: {where} cannot be read as JSON: {error}", field=field, value=where) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{field}: {where} holds no JSON object", field=field, value=where)
+    return found
 
 
 def config_with_dtype(data: bytes, dtype: str) -> bytes | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -26,20 +25,18 @@ from asyncckpt.errors import (
 from asyncckpt.format.names import converting_name
 from asyncckpt.format.state_tree import ARRAY, TENSOR
 from asyncckpt.interop.conversion_losses import listed
-from asyncckpt.interop.convert import Conversion, ConversionReport, cast_dtype, check_arguments, reshaped
+from asyncckpt.interop.convert import Conversion, ConversionReport, reshaped
 from asyncckpt.interop.copy_pipeline import Progress
 from asyncckpt.interop.hf.architectures import HUB_RULES
-from asyncckpt.interop.hf.config_files import ConfigFiles
+from asyncckpt.interop.hf.config_files import CONFIG_NAME, check_config, companion_files, config_of, model_type_of
 from asyncckpt.interop.hf.model_outline import ModelOutline, bare_state_of, is_model, outline_of_model
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules, listed_lines
 from asyncckpt.interop.outline import KeyMap, Outline, pruned, renamer
-from asyncckpt.interop.publish import check_not_nested, check_place, remove, temporary_path
-from asyncckpt.loading.fetch import thread_count
-from asyncckpt.loading.key_selection import key_list
+from asyncckpt.interop.publish import check_not_nested, remove
 from asyncckpt.state_dict.stateful import unwrapped
-from asyncckpt.storage.files import Files, conversion_failure
-from asyncckpt.storage.locate import files_at, with_storage_options
+from asyncckpt.storage.files import conversion_failure
+from asyncckpt.storage.locate import with_storage_options
 from asyncckpt.sync_checkpointer import SyncCheckpointer
 
 TIMEOUT_S = 1800.0
@@ -160,24 +157,10 @@ def export_hf(
         "progress": progress,
     }
     if is_live:
-        job = _export(dst, keys=None, key_map=key_map, **options)
+        job = _Export(dst, key_map=key_map, **options)
         return _export_model(source, job, find_rank_info(rank_info), timeout_s)
     keys, rename = below(key, key_map)
     return export_checkpoint(source, dst, keys=keys, key_map=rename, storage_options=storage_options, **options)
-
-
-def check_config(config: Any) -> None:
-    """Check that there is a config.
-
-    Raises:
-        ConfigError: It is None, or a model without one.
-    """
-    if config is None or (is_model(config) and getattr(config, "config", None) is None):
-        raise ConfigError(
-            "export_hf: from_pretrained needs a config: give config=, a config or model of transformers, a dict, or a "
-            "directory with config.json",
-            field="config",
-        )
 
 
 def below(key: str | None, key_map: KeyMap | None) -> tuple[list[str] | None, KeyMap | None]:
@@ -202,38 +185,9 @@ def export_checkpoint(
         **options: `keys` and `key_map`, further arguments of `export_hf`, and maybe `beside`: an `ExportCompanions` in
             the place of `config`, `generation_config` and `tokenizer`.
     """
-    path, job = checkpoint_path(source), _export(dst, **options)
+    path, job = checkpoint_path(source), _Export(dst, **options)
     with with_storage_options(storage_options):
-        return job.run(path, files_at(path))
-
-
-def _export(
-    dst: str | os.PathLike[str],
-    *,
-    keys: list[str] | None,
-    rules: Iterable[TensorRule] | None = None,
-    dtype: Any = None,
-    max_shard_bytes: int | None = None,
-    threads: int | None = None,
-    **options: Any,
-) -> _Export:
-    """Check the arguments of an export."""
-    if is_url(str(dst)):
-        raise UnsupportedPathError(
-            "export_hf: dst is a URL, and exports write files: export to a directory, and copy that with the store's "
-            "own tools",
-            path=str(dst).partition("://")[0] + "://",
-        )
-    check_arguments("hf", max_shard_bytes)
-    return _Export(
-        path=absolute_path(dst),
-        keys=key_list(keys),
-        rules=None if rules is None else checked_rules(rules),
-        dtype=cast_dtype(dtype),
-        max_shard_bytes=max_shard_bytes,
-        threads=thread_count(threads),
-        **options,
-    )
+        return job.run(path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,121 +203,76 @@ class ExportCompanions:
     model: ModelOutline | None
 
 
-def companion_files(*, config: Any, generation_config: Any = None, tokenizer: Any = None) -> dict[str, bytes]:
-    """Return the contents of the files of an export beside the weights, by name. Arguments as of `export_hf`.
+class _Export:
+    """One export. Arguments as of `export_checkpoint`; those that are not named here are those of `Conversion`.
 
     Raises:
-        ConfigError: Config, generation config or tokenizer are missing or cannot be written.
-        OSError: The temporary directory cannot be written.
+        ConfigError: An argument is invalid.
+        UnsupportedPathError: `dst` is a URL.
     """
-    config = unwrapped(config)
-    check_config(config)
-    with tempfile.TemporaryDirectory(prefix="asyncckpt-export-") as folder:
-        config_files = ConfigFiles(folder, Files())
-        take_companions(config_files, config, generation_config, tokenizer, config if is_model(config) else None)
-        return config_files.contents()
 
+    def __init__(
+        self,
+        dst: str | os.PathLike[str],
+        *,
+        rules: Iterable[TensorRule] | None = None,
+        config: Any = None,
+        generation_config: Any = None,
+        tokenizer: Any = None,
+        beside: ExportCompanions | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        if is_url(str(dst)):
+            raise UnsupportedPathError(
+                "export_hf: dst is a URL, and exports write files: export to a directory, and copy that with the "
+                "store's own tools",
+                path=str(dst).partition("://")[0] + "://",
+            )
+        self.path, self.conversion = absolute_path(dst), Conversion("hf", **options)
+        self._rules = None if rules is None else checked_rules(rules)
+        self._config, self._generation_config, self._tokenizer = config, generation_config, tokenizer
+        self._beside, self._progress = beside, progress
 
-def take_companions(config_files: ConfigFiles, config: Any, generation_config: Any, tokenizer: Any, model: Any) -> None:
-    """Write the files that are known before anything is read.
-
-    Args:
-        config_files: Writes them.
-        config, generation_config, tokenizer: As of `export_hf`.
-        model: The model whose generation config is taken, unless one is given; None: there is none.
-    """
-    config_files.take_config(config.config if is_model(config) else config)
-    if generation_config is None and model is not None and getattr(model, "can_generate", lambda: False)():
-        generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        config_files.take_generation_config(generation_config)
-    elif not is_model(config):
-        config_files.take_generation_config_beside(config)
-    if tokenizer is not None:
-        config_files.take_tokenizer(tokenizer)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Export:
-    """The checked arguments of one export."""
-
-    path: str
-    keys: list[str] | None
-    key_map: KeyMap | None
-    rules: list[TensorRule] | None
-    dtype: str | None
-    max_shard_bytes: int | None
-    overwrite: bool
-    threads: int
-    read_back: bool = True
-    progress: Progress | None = None
-    config: Any = None
-    generation_config: Any = None
-    tokenizer: Any = None
-    beside: ExportCompanions | None = None
-
-    def check_place(self) -> None:
-        """Check that `path` may be written, before anything is read. Raises as `publish.check_place`."""
-        check_place(self.path, "hf", Files(), overwrite=self.overwrite)
-
-    def run(
-        self, source: str, source_files: Files, model: Any = None, outline: ModelOutline | None = None
-    ) -> ConversionReport:
+    def run(self, source: str, model: Any = None, outline: ModelOutline | None = None) -> ConversionReport:
         """Export the checkpoint at `source`.
 
         Args:
             source: Its path or URL.
-            source_files: The `Files` with which it is read.
             model: The model that it was saved from; None: the one that was given as config, if it is one.
             outline: Outline of that model; None: it is taken from the model.
         """
         if not is_url(source):
             check_not_nested(self.path, source, "hf")
-        self.check_place()
-        files = Files()
-        if model is None and is_model(self.config):
-            model = self.config
-        found = self._outline(model) if outline is None else outline
-        with temporary_path(self.path) as folder:
-            try:
-                files.mkdir(folder)
-                config_files = ConfigFiles(folder, files)
-                if self.beside is not None:
-                    config_files.take_contents(self.beside.files)
-                else:
-                    take_companions(config_files, self.config, self.generation_config, self.tokenizer, model)
-            except OSError as error:
-                raise conversion_failure(error, self.path) from error
-            rules = self.rules
-            if rules is None:
-                rules = list(HUB_RULES.get(str(config_files.config.get("model_type")), ()))
+        try:
+            companions = self._companions(model, outline) if self._beside is None else self._beside
+        except OSError as error:
+            raise conversion_failure(error, self.path) from error
+        found, rules = companions.model, self._rules
+        if rules is None:
+            rules = list(HUB_RULES.get(model_type_of(companions.files), ()))
 
-            def prepare(outline: Outline) -> tuple[Outline, list[str]]:
-                outline, sentences = matched(outline, found) if found is not None else (outline, [])
-                made, more = reshaped(outline, rules, self.dtype, all_must_match=self.rules is not None)
-                return made, sentences + more
+        def prepare(outline: Outline) -> tuple[Outline, list[str]]:
+            outline, sentences = matched(outline, found) if found is not None else (outline, [])
+            made, more = reshaped(outline, rules, self.conversion.dtype, all_must_match=self._rules is not None)
+            return made, sentences + more
 
-            def beside(outline: Outline) -> Mapping[str, str]:
-                return config_files.paths(
-                    dtype=dtype_of(outline), architecture=None if found is None else found.architecture
-                )
+        def beside(outline: Outline) -> Mapping[str, bytes]:
+            architecture = None if found is None else found.architecture
+            config = config_of(companions.files, dtype=dtype_of(outline), architecture=architecture)
+            return {**companions.files, CONFIG_NAME: config}
 
-            conversion = Conversion(
-                source,
-                self.path,
-                "hf",
-                source_files,
-                overwrite=self.overwrite,
-                threads=self.threads,
-                read_back=self.read_back,
-                progress=self.progress,
-            )
-            return conversion.run(self.keys, self.key_map, self.max_shard_bytes, False, prepare=prepare, beside=beside)
+        return self.conversion.run(source, self.path, prepare=prepare, beside=beside, progress=self._progress)
 
-    def _outline(self, model: Any) -> ModelOutline | None:
-        if self.beside is not None:
-            return self.beside.model
-        return None if model is None else outline_of_model(model)
+    def _companions(self, model: Any, outline: ModelOutline | None) -> ExportCompanions:
+        if model is None and is_model(self._config):
+            model = self._config
+        if outline is None and model is not None:
+            outline = outline_of_model(model)
+        files = companion_files(
+            config=self._config, generation_config=self._generation_config, tokenizer=self._tokenizer, model=model
+        )
+        return ExportCompanions(files=files, model=outline)
 
 
 def matched(outline: Outline, model: ModelOutline) -> tuple[Outline, list[str]]:
@@ -423,7 +332,7 @@ def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) ->
     with _Ranks(rank, job.path) as ranks:
 
         def begin() -> str:
-            job.check_place()
+            job.conversion.check_place(job.path)  # before the state dict is saved
             return converting_name(os.path.basename(job.path), secrets.token_hex(6))
 
         at = os.path.join(os.path.dirname(job.path), ranks.on_rank_0(begin, min(timeout_s, _ARRIVE_TIMEOUT_S)))
@@ -433,7 +342,7 @@ def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) ->
                 state = bare_state_of(model)
                 checkpointer.save(state, at)
             outline = outline_of_model(model, state)
-            found = ranks.on_rank_0(lambda: asdict(job.run(at, Files(), model, outline)), timeout_s)
+            found = ranks.on_rank_0(lambda: asdict(job.run(at, model, outline)), timeout_s)
         finally:
             if rank.rank == 0:
                 remove(at)

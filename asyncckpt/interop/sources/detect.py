@@ -18,10 +18,9 @@ from asyncckpt.interop.sources.safetensors_file import (
     read_safetensors_file,
 )
 from asyncckpt.interop.sources.torch_file import HEAD_NBYTES, begins_torch_file, read_torch_file
-from asyncckpt.storage.contents import Contents, read_contents
+from asyncckpt.storage.contents import NATIVE, Contents, read_contents
 from asyncckpt.storage.files import Files, opened
 
-NATIVE = "asyncckpt"
 _READERS = {
     "dcp": read_dcp_directory,
     "torch": read_torch_file,

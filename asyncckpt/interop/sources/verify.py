@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from asyncckpt.errors import AsyncCkptError
-from asyncckpt.interop.sources.detect import NATIVE, kind_at, read_any
+from asyncckpt.interop.sources.detect import kind_at, read_any
 from asyncckpt.interop.sources.safetensors_file import COPIES
 from asyncckpt.interop.sources.torch_file import crc_of, damaged, data_offset, opened_archive, read_directory
-from asyncckpt.storage.contents import Contents, ForeignSource, Place
+from asyncckpt.storage.contents import NATIVE, Contents, ForeignSource, Place
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.reader import DEFAULT_THREADS
 from asyncckpt.storage.verification import Verdict, verify_checkpoint

@@ -75,7 +75,7 @@ def test_what_no_command_is_called_for_loads_few_modules(arguments: list[str]) -
 def test_a_command_loads_no_other_command(tmp_path: Path) -> None:
     code = (
         f"import sys\nfrom asyncckpt import cli\ncli.main(['du', {str(tmp_path)!r}])\n"
-        "print(*(name for name in cli.COMMANDS if cli.module_name(name) in sys.modules))"
+        "print(*(name for name in cli.COMMANDS if f'asyncckpt.cli.commands.{name}' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "du"

@@ -127,11 +127,11 @@ def test_a_target_with_another_nesting_is_not_put_into_place(
     torch.save({"d": collections.OrderedDict(a=1, b=torch.ones(2))}, tmp_path / "a")
     target_of = convert.Conversion._target
 
-    def other(self: Any, outline: Outline, limit: int | None) -> Any:
+    def other(self: Any, outline: Outline, *arguments: Any) -> Any:
         right, wrong = outline.tree[1][1], ("d", outline.tree[1][1][1])
         assert right[0] == "o"
         outline.tree = ("d", ("d", wrong))
-        made = target_of(self, outline, limit)
+        made = target_of(self, outline, *arguments)
         outline.tree = ("d", ("d", right))  # what is written was made of the tree by now
         return made
 

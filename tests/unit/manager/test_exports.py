@@ -25,7 +25,7 @@ from asyncckpt.errors import ConfigError, SaveFailedError, UnsupportedPathError
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, converting_name
 from asyncckpt.interop import convert
-from asyncckpt.interop.hf.export import companion_files
+from asyncckpt.interop.hf.config_files import companion_files
 from asyncckpt.interop.hf.model_outline import outline_of_model
 from asyncckpt.manager.export_queue import QUEUE_NAME, ExportQueue
 from asyncckpt.manager.exporter import MAX_ATTEMPTS, Exporter, ExportSettings, encoded_files
@@ -266,7 +266,7 @@ Exporter(ExportSettings(**json.load(open(sys.argv[1])))).step()
 @pytest.mark.parametrize(
     ("module", "step", "is_there"),
     [
-        ("asyncckpt.interop.hf.config_files", "ConfigFiles.paths", False),
+        ("asyncckpt.interop.hf.export", "config_of", False),
         ("asyncckpt.interop.convert", "verify_structure", False),
         ("asyncckpt.interop.convert", "verify_bytes", False),
         ("asyncckpt.interop.convert", "put_into_place", False),
