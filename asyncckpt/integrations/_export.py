@@ -19,7 +19,6 @@ import errno
 import logging
 import os
 import select
-import shutil
 import socket
 import sys
 import time
@@ -38,6 +37,7 @@ from asyncckpt.integrations._export_queue import (
     remove_target,
 )
 from asyncckpt.integrations._file_manifest import files_in
+from asyncckpt.interop.checkpoint_files import copy_file
 from asyncckpt.interop.copy_pipeline import ElementRun, Target, write_files
 from asyncckpt.interop.publish import TemporaryPath, publish, temporary_path
 from asyncckpt.interop.side_process import SideProcess
@@ -156,9 +156,7 @@ def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copy2(source, target)
-        with open(target, "rb") as file:
-            os.fsync(file.fileno())
+        copy_file(source, target)
 
 
 def _put_into_place(temporary: TemporaryPath, job: ExportJob, files: Files) -> None:
@@ -257,15 +255,15 @@ def _errno_of(error: BaseException | None) -> int | None:
     return error.errno if isinstance(error, OSError) else None
 
 
-class ExporterProcess:
+class ExporterProcess(SideProcess):
     """Starts the exporter in the trainer, for the first job and again after it was killed, and sends it jobs."""
 
     def __init__(self) -> None:
-        self._process = SideProcess(__name__)
+        super().__init__(__name__)
 
     def is_alive(self, pid: int | None) -> bool:
         """Return whether the exporter with this process ID is running."""
-        return self._process.is_running and self._process.pid == pid
+        return self.is_running and self.pid == pid
 
     def submit(self, job: ExportJob, fd: int | None, *, timeout_s: float) -> int | None:
         """Send a job and its lock to the exporter; return the exporter's process ID, or None if `fd` is None.
@@ -282,14 +280,10 @@ class ExporterProcess:
             return None
         path = os.fsencode(job.path)
         with open(fd, "rb"):
-            if not self._process.send(path, fd):
-                self._process.start(str(timeout_s), str(current_umask()), str(os.getpid()))
-                self._process.send(path, fd)
-        return self._process.pid
-
-    def close(self, timeout_s: float = 0.0) -> None:
-        """Close the socket, and wait up to `timeout_s` until the exporter has done its jobs. Idempotent."""
-        self._process.close(timeout_s)
+            if not self.send(path, fd):
+                self.start(str(timeout_s), str(current_umask()), str(os.getpid()))
+                self.send(path, fd)
+        return self.pid
 
 
 def _incoming_jobs(parent: int) -> Iterator[tuple[str, int]]:

@@ -221,24 +221,29 @@ class _Position:
                 f"it is not the state of a StatefulDataLoader ({type(error).__name__}: {error}); put the loader, or "
                 "its state_dict(), into the PerRank"
             ) from error
-        if is_iterable:
-            raise self.refused(
+        refusals = (
+            (
+                is_iterable,
                 "the dataset is iterable, so only the dataset itself could say which samples have been drawn; use a "
-                "map-style dataset, or a reshard of your own"
-            )
-        if has_state:
-            raise self.refused(
-                "the dataset has a state of its own, which only the dataset can divide; use a reshard of your own"
-            )
-        if behind:
-            raise self.refused(
+                "map-style dataset, or a reshard of your own",
+            ),
+            (
+                has_state,
+                "the dataset has a state of its own, which only the dataset can divide; use a reshard of your own",
+            ),
+            (
+                behind,
                 f"its state is that before the last {behind} of the batches that were drawn; create the loader with "
-                "snapshot_every_n_steps=1, or save at a multiple of it"
-            )
-        if self._sampler is None or self._sampler.keys() not in (_STOCK, _ELASTIC):
-            raise self.refused(
-                f"its sampler keeps no state that says which samples of the dataset all ranks have drawn; {_ADVICE}"
-            )
+                "snapshot_every_n_steps=1, or save at a multiple of it",
+            ),
+            (
+                self._sampler is None or self._sampler.keys() not in (_STOCK, _ELASTIC),
+                f"its sampler keeps no state that says which samples of the dataset all ranks have drawn; {_ADVICE}",
+            ),
+        )
+        for holds, why in refusals:
+            if holds:
+                raise self.refused(why)
 
     def _found_sampler(self) -> dict[str, Any] | None:
         """Return the state of the sampler; None: there is none, or it is no sampler that divides a dataset."""

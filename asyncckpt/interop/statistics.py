@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -46,10 +45,6 @@ class TensorStatistics:
     zeros: int = 0
     nans: int = 0
     infinities: int = 0
-
-    def described(self) -> dict[str, Any]:
-        """Return the statistics as a dict, for tables and JSON."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def statistics_of(contents: Contents, files: Files) -> Iterator[tuple[SavedTensor, TensorStatistics]]:

@@ -80,6 +80,12 @@ class DemoFailedError(Exception):
     """A check of the demo did not hold; the message says which."""
 
 
+def _check(holds: bool, otherwise: str) -> None:
+    """Raise `DemoFailedError` with the text, unless the first argument is True."""
+    if not holds:
+        raise DemoFailedError(otherwise)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dir",
@@ -96,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
     show(INTRODUCTION)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if lack := _lack_of_space(directory, NEEDED_NBYTES):
-            raise DemoFailedError(lack)
+        lack = _lack_of_space(directory, NEEDED_NBYTES)
+        _check(not lack, lack)
         _play(directory, {**inherited, **_ENVIRONMENT})
     except (DemoFailedError, OSError) as error:
         print(f"\nDEMO FAILED: {_lack_of_space(directory, FULL_DISK_NBYTES) or error}", file=sys.stderr)
@@ -113,14 +119,11 @@ def _lack_of_space(directory: Path, nbytes: int) -> str:
     free = nbytes
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(directory).free
-    return (
-        ""
-        if free >= nbytes
-        else (
-            f"the disk that holds {directory} is full: {free / 1e6:.0f} MB are free, and the demo needs "
-            f"{NEEDED_NBYTES / 1e6:.0f} MB; free space, or choose a directory on another disk with --dir"
-        )
+    said = (
+        f"the disk that holds {directory} is full: {free / 1e6:.0f} MB are free, and the demo needs "
+        f"{NEEDED_NBYTES / 1e6:.0f} MB; free space, or choose a directory on another disk with --dir"
     )
+    return said if free < nbytes else ""
 
 
 def _play(directory: Path, environment: Mapping[str, str]) -> None:
@@ -142,26 +145,26 @@ def _play(directory: Path, environment: Mapping[str, str]) -> None:
     resumed = {
         line.partition(":")[0] for line in lines if line.endswith(f" at step {CRASH_AT}") and ": resumed " in line
     }
-    if not crash.happened or resumed != {f"rank {rank}" for rank in range(RANKS)}:
-        raise DemoFailedError(f"expected {RANKS} ranks to resume at step {CRASH_AT}; resumed: {sorted(resumed)}")
+    _check(
+        crash.happened and resumed == {f"rank {rank}" for rank in range(RANKS)},
+        f"expected {RANKS} ranks to resume at step {CRASH_AT}; resumed: {sorted(resumed)}",
+    )
     found = _weights(lines)
     show(f"\n   uninterrupted {expected}\n   crashed       {found}")
-    if found != expected:
-        raise DemoFailedError("the final weights differ from those of the uninterrupted training")
+    _check(found == expected, "the final weights differ from those of the uninterrupted training")
     show("   the final weights are equal bit for bit")
 
     show("\n3. every checkpoint passes `asyncckpt verify`; one changed byte is found")
     checkpoints = sorted(str(p) for root in (plain, crashed) for p in root.iterdir())
-    if len(checkpoints) != 2 * STEPS // EVERY:
-        raise DemoFailedError(f"expected {2 * STEPS // EVERY} checkpoints, found {', '.join(checkpoints)}")
+    n_expected = 2 * STEPS // EVERY
+    _check(len(checkpoints) == n_expected, f"expected {n_expected} checkpoints, found {', '.join(checkpoints)}")
     verify(checkpoints, EXIT_OK)
     show(f"   {len(checkpoints)} checkpoints verify without a fault")
     show("   " + _flip_byte(Path(latest_checkpoint(crashed) or ""), directory / "damaged"))
 
     show(f"\n4. stall of the training loop by a save of {STALL_NBYTES // 10**6} MB on each of {RANKS} ranks")
     table = child(_with_worker(_STALLS, "--dir", str(stalls), "--nbytes", str(STALL_NBYTES)), environment)
-    if not any(line.startswith("asyncckpt ") for line in table):
-        raise DemoFailedError("the stalls were not measured")
+    _check(any(line.startswith("asyncckpt ") for line in table), "the stalls were not measured")
     show("\nall checks hold")
 
 
@@ -177,8 +180,8 @@ def _weights(lines: list[str]) -> str:
         DemoFailedError: A rank has not printed it, or the fingerprints differ.
     """
     found = [line.split()[-1] for line in lines if re.match(r"rank \d+: weights sha256 ", line)]
-    if len(found) != RANKS or len(set(found)) != 1:
-        raise DemoFailedError(f"expected {RANKS} ranks with the same final weights; they printed {found}")
+    are_alike = len(found) == RANKS and len(set(found)) == 1
+    _check(are_alike, f"expected {RANKS} ranks with the same final weights; they printed {found}")
     return found[0]
 
 
@@ -191,8 +194,7 @@ def _flip_byte(checkpoint: Path, copy: Path) -> str:
     shard.write_bytes(data)
     lines = verify([str(copy)], EXIT_CORRUPT)
     named = [line.strip().replace(f"{copy}/", "") for line in lines if shard.name in line]
-    if not named:
-        raise DemoFailedError(f"verify did not name the damaged file {shard.name}: {lines}")
+    _check(bool(named), f"verify did not name the damaged file {shard.name}: {lines}")
     return named[0]
 
 
@@ -346,19 +348,18 @@ class Crash:
             self._continue_worker(line)
 
     def _continue_worker(self, line: str) -> None:
-        if not line.endswith("staged=True written=False"):
-            raise DemoFailedError(f"the crash was not between staged and written: {line}")
-        if len(self._trainers) != RANKS:
-            raise DemoFailedError(f"{len(self._trainers)} ranks have printed their process IDs, expected {RANKS}")
-        if not _wait(self._all_dead, DEATH_TIMEOUT_S):
-            raise DemoFailedError(f"the trainers did not end within {DEATH_TIMEOUT_S:g} s")
+        is_between = line.endswith("staged=True written=False")
+        _check(is_between, f"the crash was not between staged and written: {line}")
+        n_trainers = len(self._trainers)
+        _check(n_trainers == RANKS, f"{n_trainers} ranks have printed their process IDs, expected {RANKS}")
+        are_dead = _wait(self._all_dead, DEATH_TIMEOUT_S)
+        _check(are_dead, f"the trainers did not end within {DEATH_TIMEOUT_S:g} s")
         manifest, name = self._checkpoint / "manifest.json", self._checkpoint.name
-        if manifest.exists():
-            raise DemoFailedError(f"{name} was committed before the crash: the worker was not stopped")
+        _check(not manifest.exists(), f"{name} was committed before the crash: the worker was not stopped")
         began = time.monotonic()
         self.thaw()
-        if not _wait(manifest.exists, COMMIT_TIMEOUT_S):
-            raise DemoFailedError(f"the worker did not commit {self._checkpoint} within {COMMIT_TIMEOUT_S:g} s")
+        is_committed = _wait(manifest.exists, COMMIT_TIMEOUT_S)
+        _check(is_committed, f"the worker did not commit {self._checkpoint} within {COMMIT_TIMEOUT_S:g} s")
         took_s = time.monotonic() - began
         show(f"   all training processes are dead; the worker continues and commits {name} in {took_s:.2f} s")
 

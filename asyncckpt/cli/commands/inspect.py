@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from asyncckpt.basics.quantities import human
@@ -63,7 +64,7 @@ def _add_statistics(described: dict[str, Any], contents: Contents, files: Files,
     from asyncckpt.interop.statistics import statistics_of
 
     with show_reads(files, lambda: int(described["nbytes"]), quiet=quiet) as shown:
-        found = {saved.fqn: stats.described() for saved, stats in statistics_of(contents, shown)}
+        found = {saved.fqn: asdict(stats) for saved, stats in statistics_of(contents, shown)}
     for tensor in described["tensors"]:
         tensor["stats"] = found[tensor["fqn"]]
 

@@ -6,6 +6,7 @@ Sources: PKWARE APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3; what torch writes: `
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -237,7 +238,6 @@ def read_torch_file(path: str, files: Files) -> Contents:
     builder = ContentsBuilder("torch", path, directory, files)
     part = builder.file(name)
     nbytes = builder.shards[part].nbytes
-    starts: dict[StorageRef, int] = {}
     with builder.refusing(), opened(files, path, os.O_RDONLY) as fd:
         read_at = read_exactly(files, fd, nbytes)
         if _LEGACY_MAGIC.match(read_at(0, min(nbytes, HEAD_NBYTES))):
@@ -247,10 +247,9 @@ def read_torch_file(path: str, files: Files) -> Contents:
             value, start_of, writer = archive.value(), archive.storage, "torch.save"
             builder.source.archives.append((name, 0, nbytes))
 
+        @functools.cache
         def locate(storage: StorageRef) -> tuple[int, int]:
-            if storage not in starts:
-                starts[storage] = start_of(storage)
-            return part, starts[storage]
+            return part, start_of(storage)
 
         if isinstance(value, (list, tuple)):
             builder.source.changed[f"a {type(value).__name__} became a dict of its members' numbers"] = {"": ""}
