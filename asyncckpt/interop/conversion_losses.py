@@ -114,9 +114,9 @@ def refuse_long_keys(outline: Outline, losses: ConversionLosses) -> None:
             losses.cannot[fqn_of(path)] = f"its key has more than {MAX_KEY_CHARS} characters"
 
 
-def listed(names: list[str]) -> str:
-    """Join names with commas, for a sentence."""
-    return ", ".join(names)
+def sentence(what: str, names: Collection[str]) -> list[str]:
+    """Return the sentence that says `what` of these names; none, if there are none."""
+    return [f"{what}: {', '.join(names)}"] if names else []
 
 
 def refuse_uncut(outline: Outline) -> None:
@@ -158,7 +158,11 @@ def container_types_lost(found: Iterable[tuple[Path, Node]], kept: Collection[st
         if node[0] in (DICT, LIST) and len(node) > 2 and node[2][0] not in kept:
             names.setdefault(node[2][0], []).append(fqn_of(path) or TOP)
     plain = {"deque": "list"}
-    return [f"a {kind} became a {plain.get(kind, 'dict')}: {listed(sorted(names[kind]))}" for kind in sorted(names)]
+    return [
+        said
+        for kind in sorted(names)
+        for said in sentence(f"a {kind} became a {plain.get(kind, 'dict')}", sorted(names[kind]))
+    ]
 
 
 def ordered_dicts_lost(found: Iterable[tuple[Path, Node]]) -> list[str]:
@@ -168,11 +172,10 @@ def ordered_dicts_lost(found: Iterable[tuple[Path, Node]]) -> list[str]:
         found: (path, node) of the containers that the target flattens.
     """
     ordered = {fqn_of(path) or TOP: node for path, node in found if node[0] == ORDERED_DICT}
-    lost = [f"an OrderedDict became a dict: {listed(sorted(ordered))}"] if ordered else []
     versions = sorted(name for name, node in ordered.items() if node[2] is not None)
-    if versions:
-        lost.append(f"the _metadata of modules' state dicts, their versions, are not kept: {listed(versions)}")
-    return lost
+    return sentence("an OrderedDict became a dict", sorted(ordered)) + sentence(
+        "the _metadata of modules' state dicts, their versions, are not kept", versions
+    )
 
 
 def kept_metadata(contents: Contents) -> dict[str, Any]:
@@ -215,13 +218,13 @@ def changes(chosen: Outline, written: Outline, to: str, keys: Iterable[str] | No
     found += _unread(chosen.contents, files)
     found += _step_lost(written, to)
     if chosen.lost_metadata:
-        found.append(f"the _metadata of {listed(chosen.lost_metadata)} is not kept: renaming left nothing there")
+        found.append(f"the _metadata of {', '.join(chosen.lost_metadata)} is not kept: renaming left nothing there")
     left_out = sorted(versioned(chosen.tree) - versioned(written.tree))
     if left_out and to not in ("safetensors", "hf", "dcp"):  # these report it for all OrderedDicts
-        found.append(f"the _metadata of {listed(left_out)} is not kept: all of it was left out")
-    if written.became_dicts and to not in ("safetensors", "hf"):
+        found.append(f"the _metadata of {', '.join(left_out)} is not kept: all of it was left out")
+    if to not in ("safetensors", "hf"):
         numbers = "texts of their numbers" if to == "dcp" else "their numbers"
-        found.append(f"lists that lack members became dicts of {numbers}: {listed(written.became_dicts)}")
+        found += sentence(f"lists that lack members became dicts of {numbers}", written.became_dicts)
     return found
 
 
@@ -234,16 +237,16 @@ def _read_otherwise(contents: Contents, selection: Selection) -> list[str]:
             for name, more in names.items()
             if not name or name in selection or selection.reaches_into(name)
         ]
-        if chosen:
-            found.append(f"{said}: {listed(chosen)}")
+        found += sentence(said, chosen)
     return found
 
 
 def _of_ranks(contents: Contents, to: str, selection: Selection, files: Files) -> list[str]:
     """Return sentences about leaves that had one value for each rank, and have one value in the target."""
     if len(contents.ranks) > 1:
-        names = _unequal(contents, selection, files)
-        return [f"what was stored for each rank is taken from the lowest one: {listed(names)}"] if names else []
+        return sentence(
+            "what was stored for each rank is taken from the lowest one", _unequal(contents, selection, files)
+        )
     only_tensors = to in ("safetensors", "hf")
     own = [
         fqn_of(path)
@@ -251,7 +254,7 @@ def _of_ranks(contents: Contents, to: str, selection: Selection, files: Files) -
         if not only_tensors or any(leaf[0] in (TENSOR, ARRAY) for _, leaf in leaves(node))
     ]
     own = [fqn for fqn in own if fqn in selection or selection.reaches_into(fqn)]
-    return [f"what was the only rank's own (PerRank) is everybody's: {listed(own)}"] if own else []
+    return sentence("what was the only rank's own (PerRank) is everybody's", own)
 
 
 def _unequal(contents: Contents, selection: Selection, files: Files) -> list[str]:
@@ -290,7 +293,7 @@ def _metadata_lost(contents: Contents, to: str) -> list[str]:
     if not names or to == "asyncckpt":
         return []
     if to in ("dcp", "torch"):
-        return [f"the checkpoint's metadata are not kept: {', '.join(names)}"]
+        return sentence("the checkpoint's metadata are not kept", names)
     found = []
     of_one_file = [name for name in names if name in FILE_METADATA]
     if of_one_file:
@@ -319,5 +322,4 @@ def _unread(contents: Contents, files: Files) -> list[str]:
         return []
     read = set(contents.source.metadata["files"])
     there = [name for name in files.listdir(contents.source.directory) if name.endswith(".safetensors")]
-    names = sorted(name for name in there if name not in read)
-    return [f"files that are not of the model were not read: {listed(names)}"] if names else []
+    return sentence("files that are not of the model were not read", sorted(set(there) - read))

@@ -13,7 +13,7 @@ from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT, TENSOR
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
-from asyncckpt.interop.conversion_losses import ConversionLosses, changes, listed, refuse_uncut, writable_part
+from asyncckpt.interop.conversion_losses import ConversionLosses, changes, refuse_uncut, sentence, writable_part
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
 from asyncckpt.interop.hf.config_files import CONFIG_NAME, config_with_dtype
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES, cast
@@ -257,8 +257,7 @@ def reshaped(
     weights = {node[1] for _, node in outline.leaves() if node[0] == TENSOR}
     tensors = [cast(tensor, dtype) if n in weights else tensor for n, tensor in enumerate(outline.tensors)]
     names = [name for name, old, new in zip(outline.names, outline.tensors, tensors, strict=True) if old is not new]
-    sentences += [f"tensors were cast to {dtype}: {listed(names)}"] if names else []
-    return replace(outline, tensors=tensors), sentences
+    return replace(outline, tensors=tensors), sentences + sentence(f"tensors were cast to {dtype}", names)
 
 
 class Conversion:
@@ -344,9 +343,8 @@ class Conversion:
         extras = companions | self._written_beside(outline, companions, beside)
         room = sum(len(one) if isinstance(one, bytes) else os.path.getsize(one) for one in extras.values())
         check_free_space(place, target.nbytes + room, self._files)
-        if split:
-            losses.changed.append(f"tensors became dicts of their components: {listed(split)}")
-        changed = tuple(losses.changed + sentences + changes(whole, outline, self._to, self._keys, source_files))
+        changed = losses.changed + sentence("tensors became dicts of their components", split) + sentences
+        changed += changes(whole, outline, self._to, self._keys, source_files)
         self._total = target.nbytes * (2 if self._read_back else 1)
         carried: tuple[str, ...] = ()
         with temporary_path(place) as temporary:
@@ -371,7 +369,7 @@ class Conversion:
             tensors=len(kinds) - kinds.count(OBJECT),
             objects=kinds.count(OBJECT),
             nbytes=target.nbytes,
-            changed=changed,
+            changed=tuple(changed),
             left_out=(*losses.cannot, *whole.per_rank),
             copied=tuple(sorted(extras)),
             not_copied=tuple(not_copied),

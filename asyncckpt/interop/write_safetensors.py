@@ -15,8 +15,8 @@ from asyncckpt.interop.conversion_losses import (
     ConversionLosses,
     container_types_lost,
     kept_metadata,
-    listed,
     ordered_dicts_lost,
+    sentence,
 )
 from asyncckpt.interop.copy_pipeline import OutputFile, Target
 from asyncckpt.interop.mapping.made_tensors import AnyTensor
@@ -43,23 +43,20 @@ def check_safetensors(outline: Outline) -> ConversionLosses:
             losses.cannot[fqn] = "its name is not valid UTF-8, as JSON requires"
         elif fqn == METADATA_KEY:
             losses.cannot[fqn] = "its name is reserved by safetensors"
-    kept = [(path, node) for path, node in leaves(outline.tree) if node[0] in (TENSOR, ARRAY)]
-    nested = [path for path, _ in kept if len(path) > 1 or type(path[0]) is not str]
-    if nested:
-        tops = listed(sorted({str(path[0]) for path in nested}))
-        losses.changed.append(f"nesting and keys of {len(nested)} tensors became names with dots, in: {tops}")
+    paths = [path for path, node in leaves(outline.tree) if node[0] in (TENSOR, ARRAY)]
+    nested = [str(path[0]) for path in paths if len(path) > 1 or type(path[0]) is not str]
+    losses.changed += sentence(
+        f"nesting and keys of {len(nested)} tensors became names with dots, in", sorted(set(nested))
+    )
     firsts: dict[int, str] = {}
     held = [(fqn, node[1]) for fqn, node in outline.leaves() if fqn not in losses.cannot]
     pairs = [f"{fqn} (= {first})" for fqn, number in held if (first := firsts.setdefault(number, fqn)) != fqn]
-    if pairs:
-        losses.changed.append(f"tied tensors are stored once for each name: {listed(pairs)}")
+    losses.changed += sentence("tied tensors are stored once for each name", pairs)
     arrays = [fqn for fqn, node in outline.leaves() if node[0] == ARRAY]
-    if arrays:
-        losses.changed.append(f"numpy arrays became tensors: {listed(arrays)}")
+    losses.changed += sentence("numpy arrays became tensors", arrays)
     found = list(containers(outline.tree))
     empty = sorted(fqn_of(path) or TOP for path, node in found if node[0] in MAPPINGS and not node[1])
-    if empty:
-        losses.changed.append(f"empty dicts are not kept: {listed(empty)}")
+    losses.changed += sentence("empty dicts are not kept", empty)
     losses.changed += ordered_dicts_lost(found) + container_types_lost(found)
     return losses
 

@@ -41,9 +41,9 @@ from asyncckpt.interop.conversion_losses import (
     TOP,
     ConversionLosses,
     container_types_lost,
-    listed,
     ordered_dicts_lost,
     refuse_long_keys,
+    sentence,
 )
 from asyncckpt.interop.copy_pipeline import OutputFile, Target, length_of
 from asyncckpt.interop.diff import bytes_at
@@ -157,7 +157,7 @@ def _check_pickles(outline: Outline) -> ConversionLosses:
             losses.cannot[fqn_of(path)] = f"torch.save writes no tensors of dtype {outline.tensors[node[1]].dtype}"
     refuse_long_keys(outline, losses)
     arrays = [fqn for fqn, node in outline.leaves() if node[0] == ARRAY]
-    losses.changed += [f"numpy arrays became tensors: {listed(arrays)}"] if arrays else []
+    losses.changed += sentence("numpy arrays became tensors", arrays)
     for path, node in containers(outline.tree):
         if node[0] == ORDERED_DICT and node[2] is not None:
             try:
@@ -188,16 +188,17 @@ def check_dcp(outline: Outline) -> ConversionLosses:
     numbers = {fqn_of(path) or TOP for path, node in dicts if any(type(key) is not str for key in node[1][::2])}
     empty = [path for path, node in dicts if not node[1]]
     lacking = {fqn_of(path[:n]) for path in empty for n, key in enumerate(path) if n and type(key) is int} & lists
-    losses.changed += [f"keys that are no texts became texts in: {listed(sorted(numbers))}"] if numbers else []
+    losses.changed += sentence("keys that are no texts became texts in", sorted(numbers))
     # Containers that are flattened lose their type; in the items only Counters keep it.
     otherwise = [(path, node) for path, node in containers(outline.tree) if path in paths or not is_counter(node)]
     losses.changed += ordered_dicts_lost(apart) + container_types_lost(otherwise)
-    names = sorted({fqn_of(path) or TOP for path in empty})
-    losses.changed += [f"empty dicts are not kept: {listed(names)}"] if names else []
-    said = "lists lost the members that were empty dicts, or are missing if they held nothing else"
-    losses.changed += [f"{said}: {listed(sorted(lacking))}"] if lacking else []
-    untied, said = sorted(_untied(outline)), "tied tensors are stored apart, for each tuple that holds one"
-    losses.changed += [f"{said}: {listed(untied)}"] if untied else []
+    losses.changed += sentence("empty dicts are not kept", sorted({fqn_of(path) or TOP for path in empty}))
+    losses.changed += sentence(
+        "lists lost the members that were empty dicts, or are missing if they held nothing else", sorted(lacking)
+    )
+    losses.changed += sentence(
+        "tied tensors are stored apart, for each tuple that holds one", sorted(_untied(outline))
+    )
     return losses
 
 

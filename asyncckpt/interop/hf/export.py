@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncckpt.basics.paths import absolute_path, checkpoint_path, is_url
 from asyncckpt.config import RankInfo
-from asyncckpt.distributed.meetings import Meeting, all_or_none
+from asyncckpt.distributed.meetings import all_or_none
 from asyncckpt.distributed.process_group import find_exchange, find_rank_info
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -24,7 +25,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.names import converting_name
 from asyncckpt.format.state_tree import ARRAY, TENSOR
-from asyncckpt.interop.conversion_losses import listed
+from asyncckpt.interop.conversion_losses import sentence
 from asyncckpt.interop.convert import Conversion, ConversionReport, reshaped
 from asyncckpt.interop.copy_pipeline import Progress
 from asyncckpt.interop.hf.architectures import HUB_RULES
@@ -315,7 +316,7 @@ def matched(outline: Outline, model: ModelOutline) -> tuple[Outline, list[str]]:
     if not again:
         return outline, []
     pairs = [f"{name} (= {to})" for name, to in again.items()]
-    return pruned(outline, lambda fqn: fqn not in again), [f"stored once, as the model ties them: {listed(pairs)}"]
+    return pruned(outline, lambda fqn: fqn not in again), sentence("stored once, as the model ties them", pairs)
 
 
 def dtype_of(outline: Outline) -> str | None:
@@ -329,20 +330,20 @@ def dtype_of(outline: Outline) -> str | None:
 
 def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) -> ConversionReport:
     """Save the model's state dict beside the target, export that on rank 0, and remove it."""
-    with _Ranks(rank, job.path) as ranks:
+    with _meeting(rank, job.path) as on_rank_0:
 
         def begin() -> str:
             job.conversion.check_place(job.path)  # before the state dict is saved
             return converting_name(os.path.basename(job.path), secrets.token_hex(6))
 
-        at = os.path.join(os.path.dirname(job.path), ranks.on_rank_0(begin, min(timeout_s, _ARRIVE_TIMEOUT_S)))
+        at = os.path.join(os.path.dirname(job.path), on_rank_0(begin, min(timeout_s, _ARRIVE_TIMEOUT_S)))
         try:
             with SyncCheckpointer(rank_info=rank) as checkpointer:
                 # IMPORTANT: once, on all ranks: it may be a collective, which rank 0 alone would wait for in vain.
                 state = bare_state_of(model)
                 checkpointer.save(state, at)
             outline = outline_of_model(model, state)
-            found = ranks.on_rank_0(lambda: asdict(job.run(at, model, outline)), timeout_s)
+            found = on_rank_0(lambda: asdict(job.run(at, model, outline)), timeout_s)
         finally:
             if rank.rank == 0:
                 remove(at)
@@ -350,51 +351,45 @@ def _export_model(model: Any, job: _Export, rank: RankInfo, timeout_s: float) ->
     return ConversionReport(**fields)
 
 
-class _Ranks:
-    """The ranks that export together: rank 0 works, and the others wait for its result. A context manager."""
+@contextlib.contextmanager
+def _meeting(rank: RankInfo, path: str) -> Iterator[Callable[[Callable[[], Any], float], Any]]:
+    """Let the ranks export together: rank 0 works, and the others wait for its result.
 
-    def __init__(self, rank: RankInfo, path: str) -> None:
-        self._rank, self._path = rank, path
-        self._meeting: Meeting | None = None
-        if rank.world_size > 1:
-            exchange = find_exchange(rank)
-            if exchange is None:
-                raise ConfigError(
-                    f"export_hf: this is rank {rank.rank} of {rank.world_size}, and there is no process group of these "
-                    "ranks; initialise it, or pass rank_info=RankInfo(0, 1) if this rank has the whole model",
-                    field="rank_info",
-                    value=repr(rank),
-                )
-            self._meeting = exchange.meet_next("export_hf", _CALL)
+    Yields:
+        A function that calls its first argument on rank 0, and returns the result on every rank, within a timeout in
+        seconds. It raises, on rank 0, the error of that function; on the others SaveFailedError if it failed or the
+        connection to another rank is lost, and PlanTimeoutError if a rank does not come or rank 0 takes too long.
+    """
+    if rank.world_size == 1:
+        yield lambda work, timeout_s: work()
+        return
+    exchange = find_exchange(rank)
+    if exchange is None:
+        raise ConfigError(
+            f"export_hf: this is rank {rank.rank} of {rank.world_size}, and there is no process group of these ranks; "
+            "initialise it, or pass rank_info=RankInfo(0, 1) if this rank has the whole model",
+            field="rank_info",
+            value=repr(rank),
+        )
+    meeting = exchange.meet_next("export_hf", _CALL)
 
-    def on_rank_0(self, work: Callable[[], Any], timeout_s: float) -> Any:
-        """Call `work` on rank 0, and return its result on every rank. Blocks: for that, at most `timeout_s`.
-
-        Raises:
-            Exception: That of `work`, on rank 0.
-            SaveFailedError: It failed, on the other ranks; or the connection to another rank is lost.
-            PlanTimeoutError: A rank does not come, or rank 0 takes too long.
-        """
-        if self._meeting is None:
-            return work()
-        meeting, deadline = self._meeting, time.monotonic() + timeout_s
-        mine = work if self._rank.rank == 0 else lambda: None
-        return all_or_none(lambda payload: meeting.gather(payload, deadline), mine, self._failed)[0]
-
-    def _failed(self, rank: int, error: AsyncCkptError) -> SaveFailedError:
+    def failed(other: int, error: AsyncCkptError) -> SaveFailedError:
         return SaveFailedError(
-            f"export_hf to {self._path} failed on rank {rank}: {error}; nothing was published",
+            f"export_hf to {path} failed on rank {other}: {error}; nothing was published",
             code=str(getattr(error, "code", None) or error.wire_code),
-            rank=rank,
-            path=self._path,
+            rank=other,
+            path=path,
             detail=str(error),
         )
 
-    def __enter__(self) -> _Ranks:
-        return self
+    def on_rank_0(work: Callable[[], Any], timeout_s: float) -> Any:
+        deadline, mine = time.monotonic() + timeout_s, work if rank.rank == 0 else lambda: None
+        return all_or_none(lambda payload: meeting.gather(payload, deadline), mine, failed)[0]
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._meeting is not None:
-            if error is not None:
-                self._meeting.refuse(repr(error))
-            self._meeting.close()
+    try:
+        yield on_rank_0
+    except BaseException as error:
+        meeting.refuse(repr(error))
+        raise
+    finally:
+        meeting.close()
