@@ -110,12 +110,9 @@ def outline_of(
         raise MissingKeysError(
             f"{contents.path}: nothing is called {', '.join(map(repr, missing))}", path=contents.path, keys=missing
         )
-    became_dicts: list[str] = []
-    tree = _node_from(root, (), became_dicts) or (DICT, ())
-    before = versioned(tree)
+    selected = tree = _node_from(root) or (DICT, ())
     if key_map is not None:
-        tree = _renamed(tree, renamer(key_map), contents.path, became_dicts)
-
+        tree = _renamed(tree, renamer(key_map), contents.path)
     objects: dict[int, list[Any]] = {}
 
     def raw(number: int) -> Any:
@@ -124,28 +121,14 @@ def outline_of(
             objects[rank] = read_objects(contents, rank, files)
         return objects[rank][own]
 
-    outline = Outline(
-        contents,
-        tree,
-        per_rank=per_rank,
-        lost_metadata=sorted(before - versioned(tree)),
-        became_dicts=sorted(set(became_dicts)),
-    )
-    return _numbered(outline, saved.tensors, raw)
+    lost = sorted(versioned(selected) - versioned(tree))
+    return _with_tree(Outline(contents, saved.tree, per_rank=per_rank, lost_metadata=lost), tree, saved.tensors, raw)
 
 
 def pruned(outline: Outline, keep: Callable[[str], bool]) -> Outline:
     """Return the outline with only the leaves for whose FQN `keep` returns True."""
-    became_dicts = list(outline.became_dicts)
-    tree = _node_from(_branches_of(outline.tree, (), keep, {}), (), became_dicts) or (DICT, ())
-    found = Outline(
-        outline.contents,
-        tree,
-        per_rank=outline.per_rank,
-        lost_metadata=outline.lost_metadata,
-        became_dicts=sorted(set(became_dicts)),
-    )
-    return _numbered(found, outline.tensors, outline.objects.__getitem__)
+    tree = _node_from(_branches_of(outline.tree, (), keep, {})) or (DICT, ())
+    return _with_tree(outline, tree, outline.tensors, outline.objects.__getitem__)
 
 
 def replaced(outline: Outline, gone: Collection[str], arrivals: Iterable[tuple[str, AnyTensor]]) -> Outline:
@@ -167,17 +150,9 @@ def replaced(outline: Outline, gone: Collection[str], arrivals: Iterable[tuple[s
             numbers[id(tensor)] = len(tensors)
             tensors.append(tensor)
         named.append((fqn, (TENSOR, numbers[id(tensor)])))
-    became_dicts = list(outline.became_dicts)
-    tree = _moved(outline.tree, gone, named, outline.contents.path, "a rule", became_dicts)
-    lost = versioned(outline.tree) - versioned(tree)
-    found = Outline(
-        outline.contents,
-        tree,
-        per_rank=outline.per_rank,
-        lost_metadata=sorted({*outline.lost_metadata, *lost}),
-        became_dicts=sorted(set(became_dicts)),
-    )
-    return _numbered(found, tensors, outline.objects.__getitem__)
+    tree = _moved(outline.tree, gone, named, outline.contents.path, "a rule")
+    lost = {*outline.lost_metadata, *(versioned(outline.tree) - versioned(tree))}
+    return _with_tree(replace(outline, lost_metadata=sorted(lost)), tree, tensors, outline.objects.__getitem__)
 
 
 def readable(outline: Outline) -> Outline:
@@ -238,9 +213,7 @@ def without_composites(outline: Outline) -> tuple[Outline, list[str]]:
     found = [f"{fqn_of(path)} ({node[3]})" for path, node in composite_nodes(outline.tree)]
     if not found:
         return outline, []
-    tree = _as_dicts(outline.tree)
-    numbered = replace(outline, tree=tree, tensors=[], names=[], objects=[])
-    return _numbered(numbered, outline.tensors, outline.objects.__getitem__), found
+    return _with_tree(outline, _as_dicts(outline.tree), outline.tensors, outline.objects.__getitem__), found
 
 
 def _as_dicts(node: Node) -> Node:
@@ -253,14 +226,19 @@ def _as_dicts(node: Node) -> Node:
     return (DICT, items) if kind == COMPOSITE else (kind, items, *form)
 
 
-def _numbered(outline: Outline, tensors: Sequence[AnyTensor], raw: Callable[[int], Any]) -> Outline:
-    """Fill an outline's tensors and objects, and renumber its tree.
+def _with_tree(outline: Outline, tree: Node, tensors: Sequence[AnyTensor], raw: Callable[[int], Any]) -> Outline:
+    """Return the outline with another tree, with only the tensors and objects in that, renumbered.
 
     Args:
-        outline: Its tree holds numbers of `tensors`, and numbers of objects that `raw` takes.
-        tensors: The tensors of the source.
-        raw: Returns the JSON form of an object of the source.
+        outline: The outline; its sequences that are dicts in the new tree are added to `became_dicts`.
+        tree: The new tree. It holds numbers of `tensors`, and numbers of objects that `raw` takes.
+        tensors: The tensors.
+        raw: Returns the JSON form of an object.
     """
+    kinds = {path: node[0] for path, node in containers(tree)}
+    sequences = (path for path, node in containers(outline.tree) if node[0] in SEQUENCES)
+    became_dicts = {*outline.became_dicts, *(fqn_of(path) for path in sequences if kinds.get(path) == DICT)}
+    found = replace(outline, tensors=[], names=[], objects=[], became_dicts=sorted(became_dicts))
     numbers: dict[int, int] = {}
 
     def number_of(path: Path, node: Node) -> Node:
@@ -268,17 +246,17 @@ def _numbered(outline: Outline, tensors: Sequence[AnyTensor], raw: Callable[[int
         if kind == OBJECT:
             return kind, object_of(path, old)
         if old not in numbers:
-            numbers[old] = len(outline.tensors)
-            outline.tensors.append(tensors[old])
-            outline.names.append(fqn_of(path))
+            numbers[old] = len(found.tensors)
+            found.tensors.append(tensors[old])
+            found.names.append(fqn_of(path))
         return kind, numbers[old]
 
     def object_of(_: Path, old: int) -> int:
-        outline.objects.append(raw(old))
-        return len(outline.objects) - 1
+        found.objects.append(raw(old))
+        return len(found.objects) - 1
 
-    outline.tree = rebuilt(outline.tree, number_of, object_of)
-    return outline
+    found.tree = rebuilt(tree, number_of, object_of)
+    return found
 
 
 class _Branch(dict[Any, Any]):
@@ -314,40 +292,31 @@ def _branches_of(node: Node, path: Path, stays: Callable[[str], bool], dicts_by_
     return branch
 
 
-def _node_from(found: Any, path: Path, became_dicts: list[str]) -> Node | None:
-    """Return the node of a changed tree, without containers that lost all their members; None if nothing is left.
+def _node_from(found: Any) -> Node | None:
+    """Return the node of a changed tree that `_branches_of` returned; None if nothing is left.
 
-    Args:
-        found: A tree that `_branches_of` returned.
-        path: Path of `found`.
-        became_dicts: Gets the FQNs of sequences that lost some members: they become dicts from index to member.
+    Containers that lost all their members are left out. Sequences that lost some become dicts from index to member.
     """
     if not isinstance(found, _Branch):
         return None if found is None else tuple(found)
     kind, before, *form = found.node
-    kept = [
-        (key, node)
-        for key, child in found.items()
-        if (node := _node_from(child, (*path, key), became_dicts)) is not None
-    ]
+    kept = [(key, node) for key, child in found.items() if (node := _node_from(child)) is not None]
     if before and not kept:
         return None
     if kind in SEQUENCES:
         if len(kept) == len(before):
             return (kind, tuple(node for _, node in kept), *form)
-        became_dicts.append(fqn_of(path))
         kind, form = DICT, []
     return (kind, tuple(one for pair in kept for one in pair), *form)
 
 
-def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: list[str]) -> Node:
+def _renamed(tree: Node, rename: Callable[[str], str], path: str) -> Node:
     """Return the tree with new names. Leaves that keep their names keep their place and the types of their keys.
 
     Args:
         tree: The tree.
         rename: Returns the new FQN for an FQN.
         path: The checkpoint's path, for messages.
-        became_dicts: See `_node_from`.
 
     Raises:
         DuplicateNameError: Two leaves would have the same name, or a leaf the name of a container.
@@ -355,19 +324,10 @@ def _renamed(tree: Node, rename: Callable[[str], str], path: str, became_dicts: 
     """
     named = [(fqn_of(at), node) for at, node in whole_leaves(tree)]
     moved = {fqn: new for fqn, _ in named if (new := rename(fqn)) != fqn}
-    return _moved(
-        tree, moved, [(moved[fqn], node) for fqn, node in named if fqn in moved], path, "key_map", became_dicts
-    )
+    return _moved(tree, moved, [(moved[fqn], node) for fqn, node in named if fqn in moved], path, "key_map")
 
 
-def _moved(
-    tree: Node,
-    gone: Collection[str],
-    arrivals: Sequence[tuple[str, Node]],
-    path: str,
-    who: str,
-    became_dicts: list[str],
-) -> Node:
+def _moved(tree: Node, gone: Collection[str], arrivals: Sequence[tuple[str, Node]], path: str, who: str) -> Node:
     """Return the tree without some of its leaves, and with new ones.
 
     A new leaf is put into the dict with the longest FQN that is a prefix of its name. The rest of the name becomes one
@@ -378,7 +338,6 @@ def _moved(
         gone: FQNs of the leaves that are removed.
         arrivals: FQN and node of each new leaf.
         path, who: The checkpoint's path, and what gives the new names, for messages.
-        became_dicts: See `_node_from`.
 
     Raises:
         DuplicateNameError: Two leaves would have the same name, or a leaf the name of a container.
@@ -405,7 +364,7 @@ def _moved(
             root[name] = node
         else:
             dicts_by_name[home][name[len(home) + 1 :]] = node
-    found = _node_from(root, (), became_dicts) or (DICT, ())
+    found = _node_from(root) or (DICT, ())
     there = [fqn_of(at) for at, _ in whole_leaves(found)]
     if len(set(there)) != len(there) or set(there) != taken:
         raise DuplicateNameError(f"{path}: {who} gives a leaf the name of another leaf or of a container", fqn=None)
