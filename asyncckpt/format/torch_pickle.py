@@ -16,7 +16,7 @@ from asyncckpt.format.objects import Opaque, Record, decode_value
 from asyncckpt.format.state_tree import DICT, LIST, OBJECT, ORDERED_DICT, TUPLE, Node, python_key
 from asyncckpt.format.structure import row_major
 
-_STORAGES = {
+STORAGES = {
     **{"float64": "Double", "float32": "Float", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long"},
     **{"int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool"},
     **{"complex64": "ComplexFloat", "complex128": "ComplexDouble"},
@@ -131,7 +131,7 @@ class PickleImage:
 
     def _tensor_of(self, number: int) -> None:
         dtype, shape = self._tensor(number)
-        storage = _STORAGES.get(dtype)
+        storage = STORAGES.get(dtype)
         numel, itemsize = math.prod(shape), DTYPES[dtype].itemsize
         rebuild = b"_rebuild_tensor_v2" if storage else b"_rebuild_tensor_v3"
         self._put(b"ctorch._utils\n", rebuild, b"\n((")

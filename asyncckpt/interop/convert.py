@@ -164,21 +164,7 @@ def convert(
     Blocks: until everything is read and written; with `overwrite` also, for at most 30 seconds, while an asyncckpt save
         commits at `dst`.
     """
-    source = checkpoint_path(src)
-    check_arguments(to, max_shard_bytes)
-    if is_url(str(dst)) and to != "asyncckpt":
-        scheme = str(dst).partition("://")[0]  # IMPORTANT: not the rest, which may hold a password
-        raise UnsupportedPathError(
-            f"convert: dst is a {scheme}:// URL, to which only to='asyncckpt' can write: convert to a directory, and "
-            "copy that with the store's own tools",
-            path=f"{scheme}://",
-        )
-    target = checkpoint_path(dst) if is_url(str(dst)) else absolute_path(dst)
-    if not is_url(source) and not is_url(target):
-        check_not_nested(target, source, to)
-    if keys is not None and not isinstance(keys, Iterable):
-        raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
-    found = checked_rules(rules) if rules else []
+    source, found = checkpoint_path(src), checked_rules(rules) if rules else []
     conversion = Conversion(
         to,
         keys=keys,
@@ -190,6 +176,14 @@ def convert(
         threads=threads,
         read_back=read_back,
     )
+    if is_url(str(dst)) and to != "asyncckpt":
+        scheme = str(dst).partition("://")[0]  # IMPORTANT: not the rest, which may hold a password
+        raise UnsupportedPathError(
+            f"convert: dst is a {scheme}:// URL, to which only to='asyncckpt' can write: convert to a directory, and "
+            "copy that with the store's own tools",
+            path=f"{scheme}://",
+        )
+    target = checkpoint_path(dst) if is_url(str(dst)) else absolute_path(dst)
 
     def write(path: str, save_id: SaveId | None, progress: Progress | None) -> ConversionReport:
         return conversion.run(
@@ -206,12 +200,7 @@ def convert(
         return write(target, None, progress)
 
 
-def check_arguments(to: str, max_shard_bytes: int | None) -> None:
-    """Check arguments of `convert`.
-
-    Raises:
-        ConfigError: One is invalid.
-    """
+def _check_target(to: str, max_shard_bytes: int | None) -> None:
     if to not in KINDS:
         raise ConfigError(f"to={to!r}: expected one of {', '.join(KINDS)}", field="to", value=repr(to))
     if max_shard_bytes is not None:
@@ -227,12 +216,8 @@ def check_arguments(to: str, max_shard_bytes: int | None) -> None:
             )
 
 
-def cast_dtype(dtype: Any) -> str | None:
-    """Check the argument `dtype`; return its name.
-
-    Raises:
-        ConfigError: It is none of `CAST_DTYPES`.
-    """
+def _cast_dtype(dtype: Any) -> str | None:
+    """Check the argument `dtype`; return its name."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -287,10 +272,12 @@ class Conversion:
         threads: int | None = None,
         read_back: bool = True,
     ) -> None:
-        check_arguments(to, max_shard_bytes)
+        _check_target(to, max_shard_bytes)
+        if keys is not None and not isinstance(keys, Iterable):
+            raise ConfigError(f"keys={keys!r}: expected FQNs and prefixes, such as ['model']", field="keys")
         self._to, self._keys, self._key_map, self._max_shard_nbytes = to, key_list(keys), key_map, max_shard_bytes
         self._overwrite, self._partial, self._read_back = overwrite, partial, read_back
-        self.dtype, self._threads = cast_dtype(dtype), thread_count(threads)
+        self.dtype, self._threads = _cast_dtype(dtype), thread_count(threads)
         self._files, self._umask = Files(), current_umask()
         self._done = self._total = 0
 
@@ -321,6 +308,8 @@ class Conversion:
         """
         self._progress, source_files = progress, files_at(source)
         is_local = not is_url(source)
+        if is_local:
+            check_not_nested(path, source, self._to)
         contents = read_any(source, source_files)
         if is_local:
             check_inside(path, source, contents)

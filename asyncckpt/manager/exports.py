@@ -13,12 +13,11 @@ from typing import Any
 
 from asyncckpt.basics.paths import absolute_path, is_url
 from asyncckpt.errors import ConfigError, UnsupportedPathError
-from asyncckpt.interop.convert import cast_dtype, check_arguments
+from asyncckpt.interop.convert import Conversion
 from asyncckpt.interop.hf.config_files import check_config, companion_files
 from asyncckpt.interop.hf.model_outline import ModelOutline, is_model, outline_of_model
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules
 from asyncckpt.interop.side_process import SideProcess
-from asyncckpt.loading.fetch import thread_count
 from asyncckpt.manager.export_queue import ExportQueue
 from asyncckpt.manager.exporter import MAX_ATTEMPTS, ExportSettings, encoded_files
 from asyncckpt.save_handle import SaveFuture, SaveHandle
@@ -356,11 +355,9 @@ def _json_options(given: Mapping[str, Any]) -> dict[str, Any]:
         found["key_map"] = dict(found["key_map"])
     if "rules" in found:
         found["rules"] = [_rule(rule) for rule in checked_rules(found["rules"])]
+    checked = Conversion("hf", **{name: found.get(name) for name in ("dtype", "threads", "max_shard_bytes")})
     if "dtype" in found:
-        found["dtype"] = cast_dtype(found["dtype"])
-    if "threads" in found:
-        thread_count(found["threads"])
-    check_arguments("hf", found.get("max_shard_bytes"))
+        found["dtype"] = checked.dtype
     return found
 
 

@@ -34,7 +34,7 @@ from asyncckpt.interop.hf.model_outline import ModelOutline, bare_state_of, is_m
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES
 from asyncckpt.interop.mapping.tensor_rules import TensorRule, checked_rules, listed_lines
 from asyncckpt.interop.outline import KeyMap, Outline, pruned, renamer
-from asyncckpt.interop.publish import check_not_nested, remove
+from asyncckpt.interop.publish import remove
 from asyncckpt.state_dict.stateful import unwrapped
 from asyncckpt.storage.files import conversion_failure
 from asyncckpt.storage.locate import with_storage_options
@@ -243,8 +243,6 @@ class _Export:
             model: The model that it was saved from; None: the one that was given as config, if it is one.
             outline: Outline of that model; None: it is taken from the model.
         """
-        if not is_url(source):
-            check_not_nested(self.path, source, "hf")
         try:
             companions = self._companions(model, outline) if self._beside is None else self._beside
         except OSError as error:

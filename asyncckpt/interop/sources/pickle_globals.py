@@ -17,6 +17,7 @@ from typing import Any
 from asyncckpt.dtypes import DTYPES
 from asyncckpt.format.objects import Opaque, Record, checked_numpy_scalar, numpy_scalar_value
 from asyncckpt.format.state_tree import FACTORIES, UNSTORED_FACTORY
+from asyncckpt.format.torch_pickle import STORAGES
 from asyncckpt.interop.sources.unpickler import (
     CounterDict,
     DefaultDict,
@@ -91,11 +92,7 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any, axes: Any = None)
     return array
 
 
-STORAGES = {
-    **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"},
-    **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
-    **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
-}
+_STORAGES = {kind: dtype for dtype, kind in STORAGES.items()}
 """The dtype of torch's typed storage classes, by the beginning of their names. Other storages hold bytes."""
 _BUILTIN_DTYPES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -109,7 +106,7 @@ _RECORDS = (
 _CLASSES = (
     *("numpy.ndarray", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage"),
     *("torch.storage.TypedStorage", "builtins.list", "builtins.dict", "builtins.int", "builtins.float"),
-    *(f"{module}.{kind}Storage" for module in ("torch", "torch.cuda") for kind in (*STORAGES, "Untyped")),
+    *(f"{module}.{kind}Storage" for module in ("torch", "torch.cuda") for kind in (*_STORAGES, "Untyped")),
 )
 _MAX_EXPANDED_NBYTES, _MAX_EXPANSION = 64 << 30, 1000
 """Limits of a tensor with repeated elements, which `expand` creates: its size in bytes, and its ratio to the stored
@@ -225,7 +222,7 @@ def storage_of(pid: Any) -> StorageRef | OpaqueGlobal:
         raise UnpicklingError(f"{shown(pid)} is no storage")
     if len(pid) > 5 and pid[5] is not None:
         raise UnpicklingError("a view of a storage, as torch wrote before version 0.4")
-    dtype = STORAGES.get(kind.removesuffix("Storage"))
+    dtype = _STORAGES.get(kind.removesuffix("Storage"))
     if dtype is None and kind != "UntypedStorage":
         raise UnpicklingError(f"a storage of type {kind}, which cannot be read")
     return StorageRef(key, dtype, numel)
