@@ -42,7 +42,14 @@ from asyncckpt.loading.fetch import thread_count
 from asyncckpt.loading.key_selection import key_list
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.contents import Contents
-from asyncckpt.storage.files import MODE_DIRECTORY, MODE_FILE, Files, conversion_failure, fsync_directory, write_new_file
+from asyncckpt.storage.files import (
+    MODE_DIRECTORY,
+    MODE_FILE,
+    Files,
+    conversion_failure,
+    fsync_directory,
+    write_new_file,
+)
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.storage.read_plan import with_verifiers

@@ -196,9 +196,7 @@ def check_dcp(outline: Outline) -> ConversionLosses:
     losses.changed += sentence(
         "lists lost the members that were empty dicts, or are missing if they held nothing else", sorted(lacking)
     )
-    losses.changed += sentence(
-        "tied tensors are stored apart, for each tuple that holds one", sorted(_untied(outline))
-    )
+    losses.changed += sentence("tied tensors are stored apart, for each tuple that holds one", sorted(_untied(outline)))
     return losses
 
 

@@ -355,10 +355,9 @@ def _json_options(given: Mapping[str, Any]) -> dict[str, Any]:
         found["key_map"] = dict(found["key_map"])
     if "rules" in found:
         found["rules"] = [_rule(rule) for rule in checked_rules(found["rules"])]
-    checked = Conversion("hf", **{name: found.get(name) for name in ("dtype", "threads", "max_shard_bytes")})
-    if "dtype" in found:
-        found["dtype"] = checked.dtype
-    return found
+    dtype, threads, max_shard_bytes = map(found.get, ("dtype", "threads", "max_shard_bytes"))
+    checked = Conversion("hf", dtype=dtype, threads=threads, max_shard_bytes=max_shard_bytes)
+    return found | ({"dtype": checked.dtype} if "dtype" in found else {})
 
 
 def _rule(rule: TensorRule) -> dict[str, Any]:

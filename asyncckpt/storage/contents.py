@@ -28,7 +28,6 @@ from asyncckpt.storage.files import Files, read_small_file
 from asyncckpt.storage.local import store_over
 from asyncckpt.storage.store import for_each
 
-
 NATIVE = "asyncckpt"
 """The kind of checkpoints in the format of this package."""
 
