@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -243,32 +243,26 @@ class _Group:
         ((fqn, saved),) = self.tensors_by_fqn.items()
         wide = saved.global_shape
         at = rule.stack_dim if rule.unstacks else None
-        dim = _wide_dim(rule.dim, at)
-        n_parts = len(rule.targets)
+        piece, n_parts = list(_without(wide, at)), len(rule.targets)
+        is_cut = n_parts > 1
         if (at is not None and not any(wide[at : at + 1])) or (
-            n_parts > 1 and (dim >= len(wide) or wide[dim] % n_parts)
+            is_cut and (rule.dim >= len(piece) or piece[rule.dim] % n_parts)
         ):
+            dim = rule.dim if at is None or rule.dim < at else rule.dim + 1
             wanted = [f"a dimension {at} that is not empty"] if at is not None else []
-            wanted += [f"a dimension {dim} that can be cut into {n_parts} equal parts"] if n_parts > 1 else []
+            wanted += [f"a dimension {dim} that can be cut into {n_parts} equal parts"] if is_cut else []
             raise _unfit(path, fqn, wide, " and ".join(wanted))
-        sizes = list(wide)
-        if n_parts > 1:
-            sizes[dim] //= n_parts
-        if at is not None:
-            sizes[at] = 1
-        shape = tuple(n for d, n in enumerate(sizes) if d != at)
-        found: list[tuple[str, AnyTensor]] = []
-        for number in range(1 if at is None else wide[at]):
-            for part, target in enumerate(rule.targets):
-                offsets = [0] * len(wide)
-                if n_parts > 1:
-                    offsets[dim] = part * sizes[dim]
-                if at is not None:
-                    offsets[at] = number
-                box = MappedBox(saved, tuple(offsets), (0,) * len(wide), tuple(sizes))
-                made = MadeTensor(saved.fqn, saved.dtype, shape, tuple(sizes), (box,))
-                found.append((rule.name(target, self._bound, number), made))
-        return found
+        if is_cut:
+            piece[rule.dim] //= n_parts
+        places = _places([piece] * n_parts, 1 if at is None else wide[at], rule.dim if is_cut else None, at)
+        origin = (0,) * len(wide)
+        return [
+            (
+                rule.name(rule.targets[part], self._bound, number),
+                MadeTensor(saved.fqn, saved.dtype, tuple(piece), sizes, (MappedBox(saved, offsets, origin, sizes),)),
+            )
+            for number, part, offsets, sizes in places
+        ]
 
     def _joined(self, path: str) -> MadeTensor:
         rule, n_sources = self._rule, len(self._rule.sources)
@@ -292,24 +286,45 @@ class _Group:
                     + ("" if dim is None else f", apart from dimension {dim}"),
                     other.dtype,
                 )
-        lengths = [self.tensors_by_fqn[self._found[n, 0]].global_shape for n in range(n_sources)]
-        starts = [0] * n_sources if dim is None else [sum(s[dim] for s in lengths[:n]) for n in range(n_sources)]
-        boxes = []
-        for (source, number), fqn in sorted(self._found.items()):
-            saved = self.tensors_by_fqn[fqn]
-            offsets, sizes = [0] * ndim, list(saved.global_shape)
+        pieces = [self.tensors_by_fqn[self._found[n, 0]].global_shape for n in range(n_sources)]
+        n_numbers = len(self._found) // n_sources
+        boxes = tuple(
+            MappedBox(self.tensors_by_fqn[self._found[part, number]], (0,) * len(sizes), offsets, sizes, at)
+            for number, part, offsets, sizes in _places(pieces, n_numbers, dim, at)
+        )
+        shape = list(first.global_shape)
+        if dim is not None:
+            shape[dim] = sum(piece[dim] for piece in pieces)
+        if at is not None:
+            shape.insert(at, n_numbers)
+        return MadeTensor(first.fqn, first.dtype, tuple(shape), tuple(shape), boxes)
+
+
+def _places(
+    pieces: Sequence[Sequence[int]], n_numbers: int, dim: int | None, at: int | None
+) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield the place of each piece in the tensor that is joined of them, or cut into them.
+
+    Args:
+        pieces: Shapes of the pieces of one number.
+        n_numbers: How many numbers there are.
+        dim: The dimension in which the pieces follow each other; None: there is one.
+        at: The dimension in which the numbers follow each other; None: there is one.
+
+    Yields:
+        Number, index of the piece, and its offsets and sizes in the dimensions of the whole.
+    """
+    for number in range(n_numbers):
+        start = 0
+        for part, shape in enumerate(pieces):
+            offsets, sizes = [0] * len(shape), list(shape)
             if dim is not None:
-                offsets[dim] = starts[source]
+                offsets[dim] = start
+                start += shape[dim]
             if at is not None:
                 offsets.insert(at, number)
                 sizes.insert(at, 1)
-            boxes.append(MappedBox(saved, (0,) * len(sizes), tuple(offsets), tuple(sizes), at))
-        shape = list(first.global_shape)
-        if dim is not None:
-            shape[dim] = sum(s[dim] for s in lengths)
-        if at is not None:
-            shape.insert(at, len(self._found) // n_sources)
-        return MadeTensor(first.fqn, first.dtype, tuple(shape), tuple(shape), tuple(boxes))
+            yield number, part, tuple(offsets), tuple(sizes)
 
 
 def _groups_of(rule: TensorRule, left: dict[str, AnyTensor]) -> list[_Group]:
@@ -346,10 +361,6 @@ def _names(side: str, given: Any) -> tuple[str, ...]:
 
 def _placeholders(name: str) -> frozenset[str]:
     return frozenset(match[1] + match[2] for match in _PLACEHOLDER.finditer(name))
-
-
-def _wide_dim(dim: int, stacked: int | None) -> int:
-    return dim if stacked is None or dim < stacked else dim + 1
 
 
 def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
