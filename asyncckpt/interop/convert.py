@@ -192,19 +192,20 @@ def convert(
         )
     target = checkpoint_path(dst) if is_url(str(dst)) else absolute_path(dst)
 
-    def write(path: str, save_id: SaveId | None, progress: Progress | None) -> ConversionReport:
+    def write(path: str, save_id: SaveId | None = None) -> ConversionReport:
         return conversion.run(
             source,
             path,
             save_id=save_id,
+            is_copied=save_id is not None,
             progress=progress,
             prepare=lambda outline: reshaped(outline, found, conversion.dtype),
         )
 
     with with_storage_options(storage_options):
         if is_url(target):
-            return write_to_object_store(target, write, overwrite=overwrite, read_back=read_back, progress=progress)
-        return write(target, None, progress)
+            return write_to_object_store(target, write, conversion.step, overwrite=overwrite)
+        return write(target)
 
 
 def _check_target(to: str, max_shard_bytes: int | None) -> None:
@@ -300,6 +301,7 @@ class Conversion:
         prepare: Callable[[Outline], tuple[Outline, list[str]]],
         beside: Callable[[Outline], Mapping[str, bytes]] = lambda outline: {},
         save_id: SaveId | None = None,
+        is_copied: bool = False,
         progress: Progress | None = None,
     ) -> ConversionReport:
         """Convert.
@@ -311,6 +313,7 @@ class Conversion:
             beside: Called with what is written; returns the contents of further files of a target of kind `hf`, by
                 name. They take precedence over companion files of the source.
             save_id: ID of the save that a target `asyncckpt` is of; None: one newer than what is beside the path.
+            is_copied: Whether the caller copies the target, and calls `step` for what it has copied.
             progress: As of `convert`.
         """
         self._progress, source_files = progress, files_at(source)
@@ -341,7 +344,8 @@ class Conversion:
         check_free_space(place, target.nbytes + room, self._files)
         changed = losses.changed + sentence("tensors became dicts of their components", split) + sentences
         changed += changes(whole, outline, self._to, self._keys, source_files)
-        self._total = target.nbytes * (2 if self._read_back else 1)
+        times = 1 + self._read_back
+        self._total = target.nbytes * (times + is_copied)
         carried: tuple[str, ...] = ()
         with temporary_path(place) as temporary:
             try:
@@ -356,8 +360,8 @@ class Conversion:
                 raise
             except OSError as error:
                 raise conversion_failure(error, path) from error
-        if progress is not None:
-            progress(self._total, self._total)
+        self._done = target.nbytes * times
+        self.step(0)
         kinds = [node[0] for _, node in outline.leaves()]
         return ConversionReport(
             kind=contents.kind,
@@ -421,7 +425,7 @@ class Conversion:
             self._files.mkdir(temporary, MODE_DIRECTORY & ~self._umask)
         files, threads = DuplexFiles(self._threads), with_verifiers(self._threads)
         reader = SourceReader(outline.contents, outline.tensors, remote or files)
-        blocks = write_files(temporary, target, reader, files, mode, self._step, threads=threads)
+        blocks = write_files(temporary, target, reader, files, mode, self.step, threads=threads)
         reader.check_checksums(range(len(outline.tensors)), self._threads)
         for name, found in extras.items():
             if isinstance(found, bytes):
@@ -434,9 +438,10 @@ class Conversion:
             fsync_directory(self._files, temporary)
         verify_structure(temporary, outline, self._to, target, self._files, self._threads)
         if self._read_back:
-            verify_bytes(temporary, outline, target, blocks, self._files, self._threads, self._step)
+            verify_bytes(temporary, outline, target, blocks, self._files, self._threads, self.step)
 
-    def _step(self, nbytes: int) -> None:
+    def step(self, nbytes: int) -> None:
+        """Count bytes that were written, read back or copied, and show the progress."""
         self._done += nbytes
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from asyncckpt.errors import AsyncCkptError, CommitUnknownError, ConfigError
 from asyncckpt.format.names import SaveId
-from asyncckpt.interop.copy_pipeline import Progress
 from asyncckpt.maintenance.mirroring import copy_to_mirror
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.checkpoint_dir import check_target_directory
@@ -27,19 +26,19 @@ R = TypeVar("R")
 
 def write_to_object_store(
     url: str,
-    write: Callable[[str, SaveId, Progress], R],
+    write: Callable[[str, SaveId], R],
+    step: Callable[[int], None],
     *,
     overwrite: bool,
-    read_back: bool,
-    progress: Progress | None,
 ) -> R:
     """Write a checkpoint to files, and copy it to an object store, where it is complete or absent.
 
     Args:
         url: URL of the checkpoint.
-        write: Writes a committed checkpoint to a path that does not exist. Its arguments: the path, the ID of its save,
-            and what is told of its progress. It returns what this function returns.
-        overwrite, read_back, progress: As of `convert`. Bytes that are copied count like those that are read back.
+        write: Writes a committed checkpoint to a path that does not exist. Its arguments: the path, and the ID of its
+            save. It returns what this function returns.
+        step: Called with numbers of bytes that were copied.
+        overwrite: As of `convert`.
 
     Raises:
         ConfigError: `overwrite` is True.
@@ -65,12 +64,11 @@ def write_to_object_store(
         raise
     except OSError as error:
         raise conversion_failure(error, url) from error
-    told = _Progress(progress, 2 if read_back else 1)
     with tempfile.TemporaryDirectory(prefix="asyncckpt-convert-") as directory:
         path = os.path.join(directory, os.path.basename(url))
-        result = write(path, save_id, told.written)
+        result = write(path, save_id)
         try:
-            copy_to_mirror(path, save_id, url, source=store_at(path), target=store, progress=told.copied)
+            copy_to_mirror(path, save_id, url, source=store_at(path), target=store, progress=step)
         except CommitUnknownError:
             raise
         except BaseException as error:
@@ -78,37 +76,4 @@ def write_to_object_store(
             if not isinstance(error, OSError) or isinstance(error, AsyncCkptError):
                 raise
             raise conversion_failure(error, url) from error
-    told.end()
     return result
-
-
-class _Progress:
-    """Adds the bytes that are copied to those that `written` is told of: each byte was written, and maybe read back.
-
-    Args:
-        show: The caller's function; None: nothing is shown.
-        times: How often each byte counts before it is copied.
-    """
-
-    def __init__(self, show: Progress | None, times: int) -> None:
-        self._show, self._times = show, times
-        self._done = self._total = 0
-
-    def written(self, done: int, total: int) -> None:
-        """Show that `done` bytes of `total` are written and read back."""
-        self._done, self._total = done, total + total // self._times
-        self._say()
-
-    def copied(self, nbytes: int) -> None:
-        """Show that `nbytes` more are copied."""
-        self._done += nbytes
-        self._say()
-
-    def end(self) -> None:
-        """Show that everything is done."""
-        self._done = self._total
-        self._say()
-
-    def _say(self) -> None:
-        if self._show is not None:
-            self._show(min(self._done, self._total), self._total)

@@ -333,3 +333,9 @@ def test_of_what_is_chosen_nothing_else_is_reported(work: Workdir) -> None:
     assert torch.equal(found["x.a"], base[100:200]) and torch.equal(found["b"], base[150:300])
     assert (work / "b").stat().st_size < 8192, "the rest of the storage does not come along"
     assert asyncckpt.load(work / "b").keys() == {"x.a", "b"}
+
+
+def test_a_list_of_which_renaming_leaves_nothing_is_not_said_to_be_a_dict(work: Workdir) -> None:
+    work.torch({"l": [ONE, X], "t": ONE})
+    assert work.convert("torch", keys=["l.0", "t"], key_map={"l.0": "x"}).changed == ()
+    assert torch.load(work / "b", weights_only=True).keys() == {"x", "t"}

@@ -473,6 +473,13 @@ def test_a_save_that_has_failed_is_made_up_for_before_its_callbacks_have_run(tmp
     assert not one.is_due(12, 11) and one.busy() == {"s11"}
 
 
+class SavedConfig:
+    """A config as that of transformers, which writes itself into a directory."""
+
+    def save_pretrained(self, directory: str) -> None:
+        Path(directory, "config.json").write_text(json.dumps(CONFIG))
+
+
 @pytest.mark.parametrize("is_leader", [True, False])
 def test_without_room_for_temporary_files_saves_go_on_and_exports_begin_with_the_next_one_that_is_due(
     is_leader: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -480,6 +487,7 @@ def test_without_room_for_temporary_files_saves_go_on_and_exports_begin_with_the
     one = exports(tmp_path, is_leader=is_leader)
     one._process = NoProcess()  # type: ignore[assignment]
     model = Model()
+    model.config = SavedConfig()  # type: ignore[assignment]
     with monkeypatch.context() as broken:
         broken.setattr(tempfile, "tempdir", "/nonexistent")
         one.prepare({"model": model}, is_due=False)
