@@ -82,7 +82,36 @@ def asyncckpt_target(
 
     def finish(directory: str, digests: dict[str, bytes]) -> None:
         records = tuple(ShardRecord(name=s.name, nbytes=s.nbytes, digests=digests[s.name]) for s in shards)
-        _finish(directory, outline, save_id, records, structure, objects, files, umask)
+        record = ObjectsRecord(name=objects_name(save_id, 0), nbytes=len(objects), checksum=file_checksum(objects))
+        index = encode_index(
+            RankIndex(save_id=save_id, rank=0, world_size=1, shards=records, objects=record, structure=structure)
+        )
+        rank = RankRecord(
+            rank=0,
+            index_name=index_name(save_id, 0),
+            index_nbytes=len(index),
+            index_checksum=file_checksum(index),
+            n_tensors=len(outline.tensors),
+            n_files=len(records) + 2,
+            nbytes=sum(shard.nbytes for shard in records) + len(objects) + len(index),
+        )
+        manifest = Manifest(
+            save_id=save_id,
+            step=max(0, outline.contents.manifest.step),
+            world_size=1,
+            created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            fsync=True,
+            writer=f"asyncckpt {__version__}",
+            ranks=(rank,),
+            metadata=restored_metadata(outline.contents),
+        )
+        # The directory has a hidden name, so nobody else writes a manifest here. Its rename commits the checkpoint.
+        for name, data in (
+            (record.name, objects),
+            (index_name(save_id, 0), index),
+            (MANIFEST_NAME, encode_manifest(manifest)),
+        ):
+            write_new_file(files, os.path.join(directory, name), data, mode=MODE_FILE & ~umask, fsync=True)
 
     return Target(files=shards, is_directory=True, finish=finish, keeps_nesting=True)
 
@@ -102,46 +131,3 @@ def _with_save_id(header: bytes, save_id: SaveId) -> bytes:
 def _payloads(layout: Layout, part: int) -> list[Payload]:
     found = [(chunk.offset_bytes, chunk.nbytes, n) for n, chunk in enumerate(layout.chunks) if chunk.part == part]
     return [Payload(number, nbytes) for _, nbytes, number in sorted(found)]
-
-
-def _finish(
-    directory: str,
-    outline: Outline,
-    save_id: SaveId,
-    shards: tuple[ShardRecord, ...],
-    structure: bytes,
-    objects: bytes,
-    files: Files,
-    umask: int,
-) -> None:
-    """Write objects, index and manifest."""
-    record = ObjectsRecord(name=objects_name(save_id, 0), nbytes=len(objects), checksum=file_checksum(objects))
-    index = encode_index(
-        RankIndex(save_id=save_id, rank=0, world_size=1, shards=shards, objects=record, structure=structure)
-    )
-    rank = RankRecord(
-        rank=0,
-        index_name=index_name(save_id, 0),
-        index_nbytes=len(index),
-        index_checksum=file_checksum(index),
-        n_tensors=len(outline.tensors),
-        n_files=len(shards) + 2,
-        nbytes=sum(shard.nbytes for shard in shards) + len(objects) + len(index),
-    )
-    manifest = Manifest(
-        save_id=save_id,
-        step=max(0, outline.contents.manifest.step),
-        world_size=1,
-        created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        fsync=True,
-        writer=f"asyncckpt {__version__}",
-        ranks=(rank,),
-        metadata=restored_metadata(outline.contents),
-    )
-    # The directory has a hidden name, so no other process writes a manifest here. Its rename commits the checkpoint.
-    for name, data in (
-        (record.name, objects),
-        (index_name(save_id, 0), index),
-        (MANIFEST_NAME, encode_manifest(manifest)),
-    ):
-        write_new_file(files, os.path.join(directory, name), data, mode=MODE_FILE & ~umask, fsync=True)

@@ -35,7 +35,7 @@ def outline_of_model(model: Any, state: Mapping[str, Any] | None = None) -> Mode
     """
     state = bare_state_of(model) if state is None else state
     return ModelOutline(
-        architecture=_architecture_of(model),
+        architecture=type(model).__name__.removeprefix("FSDP"),  # `fully_shard` makes a subclass of that name
         shapes={name: list(value.shape) for name, value in state.items() if hasattr(value, "shape")},
         tied=_tied_names(model),
     )
@@ -73,8 +73,3 @@ def _tied_names(model: Any) -> dict[str, str]:
             if first != name:
                 found[name] = first
     return found
-
-
-def _architecture_of(model: Any) -> str:
-    """Return the name of a model's class. `fully_shard` replaces it by a subclass with the prefix FSDP."""
-    return type(model).__name__.removeprefix("FSDP")
