@@ -197,7 +197,6 @@ def convert(
             source,
             path,
             save_id=save_id,
-            is_copied=save_id is not None,
             progress=progress,
             prepare=lambda outline: reshaped(outline, found, conversion.dtype),
         )
@@ -301,7 +300,6 @@ class Conversion:
         prepare: Callable[[Outline], tuple[Outline, list[str]]],
         beside: Callable[[Outline], Mapping[str, bytes]] = lambda outline: {},
         save_id: SaveId | None = None,
-        is_copied: bool = False,
         progress: Progress | None = None,
     ) -> ConversionReport:
         """Convert.
@@ -312,13 +310,13 @@ class Conversion:
             prepare: Returns what is converted of the selected leaves, and what it has changed in sentences.
             beside: Called with what is written; returns the contents of further files of a target of kind `hf`, by
                 name. They take precedence over companion files of the source.
-            save_id: ID of the save that a target `asyncckpt` is of; None: one newer than what is beside the path.
-            is_copied: Whether the caller copies the target, and calls `step` for what it has copied.
+            save_id: ID of the save that a target `asyncckpt` is of, which the caller then copies from a temporary
+                directory, and calls `step` for that. None: one that is newer than what is beside the path.
             progress: As of `convert`.
         """
         self._progress, source_files = progress, files_at(source)
         is_local = not is_url(source)
-        if is_local:
+        if is_local and save_id is None:
             check_not_nested(path, source, self._to)
         contents = read_any(source, source_files)
         if is_local:
@@ -345,7 +343,7 @@ class Conversion:
         changed = losses.changed + sentence("tensors became dicts of their components", split) + sentences
         changed += changes(whole, outline, self._to, self._keys, source_files)
         times = 1 + self._read_back
-        self._total = target.nbytes * (times + is_copied)
+        self._total = target.nbytes * (times + (save_id is not None))
         carried: tuple[str, ...] = ()
         with temporary_path(place) as temporary:
             try:
