@@ -374,6 +374,8 @@ class CheckpointManager:
         self._retention.restored(found)
         self._last_state.record_state(state, found.step)
         self._last_handle = None
+        if isinstance(self._interval_clock, SharedClock):
+            self._interval_clock.restored()
         save_id = SaveId.parse(found.save_id)
         self._restores[save_id] += 1
         self._ancestry = extended_ancestry(save_id, found.metadata, self._restores[save_id])

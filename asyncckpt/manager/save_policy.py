@@ -211,7 +211,19 @@ class SharedClock:
         self._ahead = 1
         self._unposted: deque[bytes] = deque()
         self._next = 0
+        self._n_restores = 0
+        self._early: list[bytes] = []  # records for the steps after a restore that this rank has still before it
         self._gave_up = False
+
+    def restored(self) -> None:
+        """Forget what was decided for steps that may come again. Called on all ranks, after the same restores."""
+        with self._changed:
+            self._n_restores += 1
+            self._decided_until = self._due_step = self._mark = None
+            self._due.clear()
+            early, self._early = self._early, []
+            for record in early:
+                self._apply(record)
 
     def save_begun(self) -> None:
         """Start a new interval, because a save has begun, for any reason."""
@@ -260,13 +272,18 @@ class SharedClock:
         if pace_s is not None and step + left_s / pace_s < decided_until:
             save = min(max(begin, step + math.ceil(left_s / pace_s)), decided_until - 1)
             self._last = now + max(0.0, (save - step) * pace_s)
-        record = json.dumps([decided_until, save]).encode()
+        record = json.dumps([self._n_restores, decided_until, save]).encode()
         self._unposted.append(record)
         self._apply(record)
         self._poll_now()
 
     def _apply(self, record: bytes) -> None:
-        self._decided_until, save = json.loads(record)
+        n_restores, decided_until, save = json.loads(record)
+        if n_restores > self._n_restores:
+            self._early.append(record)
+        if n_restores != self._n_restores:
+            return
+        self._decided_until = decided_until
         if save is not None:
             self._due.append(save)
         self._changed.notify_all()

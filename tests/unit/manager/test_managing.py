@@ -451,11 +451,11 @@ class PlannedRank:
     def __init__(self, wall: Wall, rank: int, interval_s: float, now: Clock) -> None:
         self.plan = SharedClock(interval_s, is_leader=rank == 0, poll_now=lambda: None, poll_often=blocked, now=now)
         self.board = SimulatedBoard(wall, rank)
-        self.step = 0
+        self.step = self.turns = 0
         self.saved: list[int] = []
 
-    def train(self) -> bool:
-        """One step, unless it waits for rank 0. Returns whether it was done."""
+    def train(self, restore_at: int | None = None) -> bool:
+        """One step, unless it waits for rank 0. Returns whether it was done. `restore_at`: goes back to step 0 there."""
         try:
             if self.plan.is_due(self.step):
                 self.plan.save_begun()
@@ -463,6 +463,10 @@ class PlannedRank:
         except Blocked:
             return False
         self.step += 1
+        self.turns += 1
+        if self.turns == restore_at:
+            self.plan.restored()
+            self.step = 0
         return True
 
 
@@ -471,18 +475,18 @@ def test_in_every_schedule_all_ranks_save_at_the_same_steps_when_it_is_time(rng:
         now, wall, pace_s = Clock(), Wall(3), 10 ** rng.uniform(-2, 1)
         interval_s = rng.uniform(20, 200)
         ranks = [PlannedRank(wall, rank, interval_s, now) for rank in range(3)]
-        waited = turns = 0
-        while min(rank.step for rank in ranks) < 400:
+        waited, turns, restore_at = 0, 0, rng.randrange(100, 300)
+        while min(rank.turns for rank in ranks) < 400:
             turns += 1
             assert turns < 100_000
             if rng.random() < 0.002:
                 pace_s = min(10.0, max(0.01, pace_s * rng.choice([0.2, 5.0])))
-            behind = min(rank.step for rank in ranks)
+            behind = min(rank.turns for rank in ranks)
             rank = rng.choice(ranks)
             if rng.random() < 0.6:
                 rank.plan.poll(rank.board)
-            elif rank.step <= behind + 1:
-                done = rank.train()
+            elif rank.turns <= behind + 1:
+                done = rank.train(restore_at)
                 waited += not done
                 now.now += pace_s / 3 if done else 0.0
         first = min(len(rank.saved) for rank in ranks)
@@ -498,6 +502,16 @@ def test_at_an_even_pace_a_save_comes_every_interval() -> None:
         assert rank.train()
     gaps = [b - a for a, b in itertools.pairwise(rank.saved)]
     assert len(rank.saved) >= 11 and all(230 <= gap <= 260 for gap in gaps), rank.saved
+
+
+def test_after_a_restore_of_an_earlier_step_saves_come_as_before() -> None:
+    now = Clock()
+    rank = PlannedRank(Wall(1), 0, 60.0, now)
+    for _ in range(3000):
+        now.now += 0.25
+        assert rank.train(restore_at=2000)
+    before, after = [n for n in rank.saved[:8] if n > 900], rank.saved[-3:]
+    assert before and all(n < 1000 for n in after) and len(rank.saved) >= 11, rank.saved
 
 
 def test_without_a_word_of_rank_0_training_goes_on_and_that_is_said(
