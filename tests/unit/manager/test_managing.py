@@ -455,7 +455,7 @@ class PlannedRank:
         self.saved: list[int] = []
 
     def train(self, restore_at: int | None = None) -> bool:
-        """One step, unless it waits for rank 0. Returns whether it was done. `restore_at`: goes back to step 0 there."""
+        """One step, unless it waits for rank 0; goes back to step 0 after `restore_at` of them. Returns whether."""
         try:
             if self.plan.is_due(self.step):
                 self.plan.save_begun()
