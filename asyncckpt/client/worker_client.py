@@ -25,7 +25,7 @@ from asyncckpt.client.epochs import EPOCH_RETRY_TIMEOUT_S, EpochCache
 from asyncckpt.client.failover import MAX_HANDOVERS, Failover
 from asyncckpt.client.pending_saves import PendingSaves, StagedSnapshot, UnfinishedSave, Withdrawals, WriteFuture
 from asyncckpt.client.save_outcomes import Run
-from asyncckpt.client.session import CLOSED, DIED, NO_TIMEOUT_S, Session, hello_builder
+from asyncckpt.client.session import CLOSED, DIED, NO_TIMEOUT_S, TIMED_OUT, Session, hello_builder
 from asyncckpt.client.slot import Slot
 from asyncckpt.client.slot_lender import SlotLender, retry_on_worker_death
 from asyncckpt.client.slot_pool import SlotPool
@@ -187,7 +187,15 @@ class WorkerClient(CheckpointProcess):
         build: Callable[[int], messages.Message] = lambda n: messages.Lineage(  # noqa: E731
             id=n, run=run, path=path, mirror=mirror, least_epoch=least
         )
-        reply = retry_on_worker_death(self.connect, lambda session: session.call(build, timeout_s), self._attempts)
+        try:
+            reply = retry_on_worker_death(self.connect, lambda session: session.call(build, timeout_s), self._attempts)
+        except WorkerUnavailableError as error:
+            if error.facts().get("detail") != TIMED_OUT:
+                raise
+            text = f"the checkpoints beside {path} were not listed within {timeout_s:g} s; later saves ask again"
+            why = "their storage is slow or does not answer, or the worker hangs"
+            facts = error.facts()
+            raise WorkerUnavailableError(f"{text}: {why}", endpoint=facts.get("endpoint"), detail=TIMED_OUT) from None
         assert isinstance(reply, messages.LineageFound)
         return reply.epoch
 

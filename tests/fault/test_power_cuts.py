@@ -109,7 +109,12 @@ class DcpSaver:
     @staticmethod
     def _is_shown(path: pathlib.Path) -> bool:
         """Whether we list it, or a stock reader takes it for complete."""
-        return is_listed(path) or (path / ".metadata").exists()
+        if is_listed(path):
+            return True
+        try:
+            return (path / ".metadata").exists()
+        except OSError:  # its inode was lost with the power (EBADMSG): no reader gets the file
+            return False
 
 
 class LinkingSaver(DcpSaver):

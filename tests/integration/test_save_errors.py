@@ -19,9 +19,11 @@ import states
 import torch
 import zmq
 from real_worker import DEADLINE_S, RealWorker, running, wait_until
+from worker_here import Here
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, SyncCheckpointer
+from asyncckpt.basics.failpoints import observed
 from asyncckpt.client import connection, launcher
 from asyncckpt.errors import (
     AsyncCkptError,
@@ -38,6 +40,7 @@ from asyncckpt.protocol import codec
 from asyncckpt.protocol.codec import MAGIC
 from asyncckpt.protocol.endpoint import default_endpoint, socket_path
 from asyncckpt.protocol.messages import PROTOCOL_VERSION
+from tests.failing_process import At
 
 STATE = {"w": torch.arange(100_000.0)}
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
@@ -219,6 +222,22 @@ def test_a_state_larger_than_memory_fails_and_a_smaller_one_is_saved(
 
 
 # ---- no worker ------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_is_listed_too_slowly_is_named_and_the_next_save_is_made(
+    endpoint: str, tmp_path: pathlib.Path
+) -> None:
+    listed = threading.Event()
+    with (
+        contextlib.closing(Here(endpoint)),
+        observed(At("worker: lineage asked for", lambda: wait_until(listed.is_set, "the test lets the listing go on"))),
+        AsyncCheckpointer(endpoint=endpoint, worker_timeout_s=0.5) as checkpointer,
+    ):
+        failed = checkpointer.save({"n": 1}, tmp_path / "1").written.exception(DEADLINE_S)
+        assert isinstance(failed, WorkerUnavailableError)
+        assert f"the checkpoints beside {tmp_path / '1'} were not listed within 0.5 s" in str(failed)
+        listed.set()
+        checkpointer.save({"n": 2}, tmp_path / "2").written.result(DEADLINE_S)
 
 
 def test_an_endpoint_that_nobody_serves_fails_the_constructor(endpoint: str) -> None:
