@@ -9,6 +9,7 @@ A failure is printed when it happens: a run that is cut off would keep it to its
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import random
@@ -71,6 +72,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Hand the seed to a process that will run a part of the tests (pytest-xdist)."""
     node.workerinput["seed"] = node.config.stash[_SEED]
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage visit what is there before the first test: 0.2 s each time."""
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

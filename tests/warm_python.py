@@ -2,7 +2,8 @@
 
 One process has imported it, and forks for each program. The fork runs that as `python -c` does: its `__main__`, `argv`,
 environment, working directory, standard streams and signals are its own, and it ends as an interpreter ends: threads
-are waited for, what was registered for the exit runs, an exception gives a traceback and its code.
+are waited for, what was registered for the exit runs, an exception gives a traceback and its code. Only what was
+imported before is not searched for cycles, which takes a second.
 
 Not for programs whose start, memory or import of something is what is tested.
 """
@@ -10,6 +11,7 @@ Not for programs whose start, memory or import of something is what is tested.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -180,6 +182,7 @@ def obey() -> None:
     from asyncckpt.interop import convert
 
     assert torch and convert and asyncckpt.AsyncCheckpointer and asyncckpt.load and cli.parser()
+    gc.freeze()
     orders = socket.socket(fileno=int(sys.argv[1]))
     woken, wakes = socket.socketpair()
     woken.setblocking(False)

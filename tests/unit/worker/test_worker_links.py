@@ -666,15 +666,15 @@ def test_what_a_follower_keeps_does_not_grow_with_the_saves_that_its_ranks_skip(
             pair.follower.feed(ev.Tick)
             pair.follower.said.clear()
 
-    skip(range(1, 200))
+    skip(range(1, 100))
     tracemalloc.start()
     try:
-        skip(range(200, 1200))
+        skip(range(100, 350))
     finally:
         gc.collect()
         kept = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
-    assert kept < 50_000, f"{kept} bytes more after 1000 saves"
+    assert kept < 25_000, f"{kept} bytes more after 250 saves"
 
 
 class Counted(dict[int, Any]):
