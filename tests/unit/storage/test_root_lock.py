@@ -10,8 +10,6 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -21,6 +19,7 @@ from real_worker import wait_until
 from asyncckpt.errors import DirectoryInUseError
 from asyncckpt.manager import root_lock
 from asyncckpt.manager.root_lock import ROOT_LOCK_NAME, RootLock
+from tests.warm_python import WarmPython
 
 HOLD = """
 import sys
@@ -50,40 +49,32 @@ def test_a_second_one_is_refused_in_the_same_process_until_the_first_has_ended(t
     taken(str(tmp_path / "out")).release()
 
 
-def test_another_process_is_named_and_keeps_nobody_out_once_it_was_killed(tmp_path: pathlib.Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        try:
-            assert other.stdout is not None and other.stdout.readline() == b"held\n"
-            with pytest.raises(DirectoryInUseError, match=f"process {other.pid} on ") as raised:
-                taken(str(tmp_path))
-            assert raised.value.pid == other.pid
-        finally:
-            other.kill()
+def test_another_process_is_named_and_keeps_nobody_out_once_it_was_killed(
+    tmp_path: pathlib.Path, warm_python: WarmPython
+) -> None:
+    with warm_python.talking(HOLD, str(tmp_path)) as (other, _, said):
+        assert said.readline() == "held\n"
+        with pytest.raises(DirectoryInUseError, match=f"process {other.pid} on ") as raised:
+            taken(str(tmp_path))
+        assert raised.value.pid == other.pid
     assert (tmp_path / ROOT_LOCK_NAME).exists()
     taken(str(tmp_path)).release()
     assert not (tmp_path / ROOT_LOCK_NAME).exists()
 
 
-def is_refused_elsewhere(directory: pathlib.Path) -> bool:
+def is_refused_elsewhere(python: WarmPython, directory: pathlib.Path) -> bool:
     """Whether another process finds the directory in use."""
-    found = subprocess.run(
-        [sys.executable, "-c", HOLD, str(directory)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    return b"DirectoryInUseError" in found.stderr
+    return "DirectoryInUseError" in python.run(HOLD, str(directory)).stderr
 
 
-def test_who_reads_the_directory_in_the_same_process_does_not_open_it_to_others(tmp_path: pathlib.Path) -> None:
+def test_who_reads_the_directory_in_the_same_process_does_not_open_it_to_others(
+    tmp_path: pathlib.Path, warm_python: WarmPython
+) -> None:
     one = taken(str(tmp_path / "out"))
     shutil.copytree(tmp_path / "out", tmp_path / "copy")
-    assert is_refused_elsewhere(tmp_path / "out")
+    assert is_refused_elsewhere(warm_python, tmp_path / "out")
     one.release()
-    assert not is_refused_elsewhere(tmp_path / "out")
+    assert not is_refused_elsewhere(warm_python, tmp_path / "out")
 
 
 def test_a_forked_child_neither_keeps_the_lock_nor_gives_it_away(tmp_path: pathlib.Path) -> None:
@@ -112,13 +103,15 @@ def test_a_forked_child_neither_keeps_the_lock_nor_gives_it_away(tmp_path: pathl
         os.waitpid(child, 0)
 
 
-def test_a_full_disk_keeps_nobody_from_the_lock(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_nobody_from_the_lock(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
     one = taken(str(tmp_path))
-    assert is_refused_elsewhere(tmp_path)
+    assert is_refused_elsewhere(warm_python, tmp_path)
     one.release()
 
 
@@ -267,22 +260,21 @@ def test_of_two_that_take_a_lease_at_once_one_has_it(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_directory_that_is_removed_and_made_again_is_taken_again(tmp_path: pathlib.Path) -> None:
+def test_a_directory_that_is_removed_and_made_again_is_taken_again(
+    tmp_path: pathlib.Path, warm_python: WarmPython
+) -> None:
     one = taken(str(tmp_path / "runs"))
     shutil.rmtree(tmp_path / "runs")
     assert one.is_lost
     one.take()
     assert not one.is_lost and (tmp_path / "runs" / ROOT_LOCK_NAME).exists()
     shutil.rmtree(tmp_path / "runs")
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "runs")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+    with warm_python.talking(HOLD, str(tmp_path / "runs")) as (other, _, said):
+        assert said.readline() == "held\n"
         with pytest.raises(DirectoryInUseError, match=f"process {other.pid} on "):
             one.take()
         one.release()
         assert (tmp_path / "runs" / ROOT_LOCK_NAME).exists(), "it is another one's"
-        other.communicate(b"")
 
 
 def test_a_lock_that_nobody_holds_any_more_in_this_process_is_free(tmp_path: pathlib.Path) -> None:
