@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import pytest
 from command_calls import Command
 
+from tests.warm_python import WarmPython
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -40,6 +42,13 @@ def run(command: list[str], directory: pathlib.Path, environ: Mapping[str, str],
         command, cwd=directory, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def run_forked(python: WarmPython, code: str, directory: pathlib.Path, environ: Mapping[str, str]) -> str:
+    """As `run` with `python -c`, by a fork of a process that has torch imported."""
+    done = python.run(code, cwd=directory, env=environ)
+    assert done.returncode == 0, f"{code}: {done.stdout}{done.stderr}"
     return done.stdout
 
 

@@ -16,7 +16,9 @@ from pathlib import Path
 import documented_code
 import pytest
 from command_calls import Command
-from documented_code import ROOT, blocks, commands_answer, run
+from documented_code import ROOT, blocks, commands_answer, run, run_forked
+
+from tests.warm_python import WarmPython
 
 LIGHTNING = """
 import lightning, torch
@@ -107,21 +109,21 @@ def test_quickstart_concepts_and_what_comes_from_dcp_run(
     commands_answer(command, lines, tmp_path, environment)
 
 
-def test_the_examples_in_docstrings_run(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_the_examples_in_docstrings_run(tmp_path: Path, environment: dict[str, str], warm_python: WarmPython) -> None:
     found = dict(examples())
     assert "asyncckpt/dcp/__init__.py:1" in found
     for number, code in enumerate(found.values()):
         (tmp_path / str(number)).mkdir()
-        run([sys.executable, "-c", code], tmp_path / str(number), environment)
+        run_forked(warm_python, code, tmp_path / str(number), environment)
 
 
 def test_the_guides_for_one_process_run_one_after_the_other(
-    tmp_path: Path, environment: dict[str, str], command: Command
+    tmp_path: Path, environment: dict[str, str], command: Command, warm_python: WarmPython
 ) -> None:
     pages = ("saving", "resuming", "overlap", "manager", "dcp", "unchanged-data")
     code = [block for page in pages for block in blocks(f"guides/{page}")]
     assert len(code) == 9
-    said = run([sys.executable, "-c", "\n".join(code)], tmp_path, environment)
+    said = run_forked(warm_python, "\n".join(code), tmp_path, environment)
     assert "resumes after step 300" in said
     made = {str(path.parent.relative_to(tmp_path / "runs")) for path in tmp_path.glob("runs/*/*/manifest.json")}
     assert made == {

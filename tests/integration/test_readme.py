@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 from command_calls import Command
-from documented_code import README, ROOT, blocks_in, commands_answer, environment, run
+from documented_code import README, ROOT, blocks_in, commands_answer, environment, run, run_forked
+
+from tests.warm_python import WarmPython
 
 
 def test_it_is_short_and_shows_code_early() -> None:
@@ -38,7 +40,9 @@ def test_the_table_of_figures_is_explained_where_it_stands() -> None:
     assert len(re.findall(r"^\| \S", table.partition("<!-- end -->")[0], re.MULTILINE)) == 6  # a head and five rows
 
 
-def test_python_block_saves_resumes_and_the_commands_answer(tmp_path: Path, command: Command) -> None:
+def test_python_block_saves_resumes_and_the_commands_answer(
+    tmp_path: Path, command: Command, warm_python: WarmPython
+) -> None:
     environ = environment("readme")
     code = "\n".join(blocks_in(README, "python"))  # a training, and the same with a manager
     table = README.partition("\n## Commands\n")[2].partition("\n## ")[0]
@@ -48,7 +52,7 @@ def test_python_block_saves_resumes_and_the_commands_answer(tmp_path: Path, comm
     run([sys.executable, "-c", code], tmp_path, environ)
     assert (tmp_path / "runs/a/step-300/manifest.json").exists()
     assert (tmp_path / "runs/managed/step-00000600/manifest.json").exists()
-    run([sys.executable, "-c", code], tmp_path, environ)  # both resume
+    run_forked(warm_python, code, tmp_path, environ)  # both resume
     assert (tmp_path / "runs/managed/step-00000900/manifest.json").exists()
     commands_answer(command, commands, tmp_path, environ)
 
