@@ -8,7 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,9 +23,11 @@ from asyncckpt.protocol.endpoint import socket_path
 from asyncckpt.storage.cloud.object_store import ObjectStore
 from tests import object_servers
 from tests.object_servers import Server
+from tests.warm_python import WarmPython
 
 object_servers.start_runtime()
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
 DEADLINE_S = 120.0
 SECRETS = {"s3": "secret_access_key", "gs": "bearer_token", "az": "account_key"}
 """The option whose value nobody may see."""
@@ -142,6 +144,8 @@ with asyncckpt.open_checkpoint(path, storage_options=options) as opened:
 """
 
 
+COMMAND = "import sys; from asyncckpt.cli import main; sys.exit(main(sys.argv[1:]))"
+
 LOSING_TRAINER = """
 import json, os, signal, sys, torch, asyncckpt
 
@@ -230,14 +234,28 @@ def endpoint_is_known(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", worker.endpoint)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+def called(*words: str) -> subprocess.CompletedProcess[str]:
+    """Call a command that does without torch."""
+    command = [sys.executable, "-m", "asyncckpt", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     print(done.stdout, done.stderr)
     return done
 
 
+@pytest.fixture
+def run(warm_python: WarmPython) -> Run:
+    """Runs a program, or a command that needs torch."""
+
+    def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        done = warm_python.run(program, *arguments, timeout_s=DEADLINE_S)
+        print(done.stdout, done.stderr)
+        return done
+
+    return run
+
+
 def listed(*arguments: str) -> Any:
-    done = run("-m", "asyncckpt", *arguments, "--json")
+    done = called(*arguments, "--json")
     assert done.returncode == 0
     return json.loads(done.stdout)
 
@@ -259,48 +277,50 @@ assert torch.equal(asyncckpt.load(f"{mirror}/step-00000003")["w"], state["w"])
 """
 
 
-def test_a_bucket_is_the_mirror_of_a_disk(root: str, tmp_path: pathlib.Path) -> None:
+def test_a_bucket_is_the_mirror_of_a_disk(root: str, tmp_path: pathlib.Path, run: Run) -> None:
     mirror = f"{root}/mirror"
-    assert run("-c", MIRRORED, str(tmp_path), mirror).returncode == 0
+    assert run(MIRRORED, str(tmp_path), mirror).returncode == 0
     committed = [row["step"] for row in listed("ls", mirror) if row["state"] == "committed"]
     assert committed[-1] == 3 and len(committed) <= 3
 
 
-def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(server: Server, root: str) -> None:
+def test_what_is_saved_to_a_bucket_is_found_loaded_listed_verified_and_removed(
+    server: Server, root: str, run: Run
+) -> None:
     root = f"{root}/a"
     store = ObjectStore(server.root, {**server.options(), **object_servers.NO_CONNECTION_STAYS})
-    done = run("-c", TRAINER, root)
+    done = run(TRAINER, root)
     assert done.returncode == 0
     rows = listed("ls", root)
     assert [(row["step"], row["state"]) for row in rows] == [(s, "committed") for s in (1, 2, 3, 5)]
-    assert run("-m", "asyncckpt", "verify", f"{root}/step-3", f"{root}/step-5").returncode == 0
-    assert run("-m", "asyncckpt", "inspect", f"{root}/step-3").returncode == 0
-    assert run("-m", "asyncckpt", "du", root).returncode == 0
-    assert run("-m", "asyncckpt", "diff", f"{root}/step-3", f"{root}/step-3").returncode == 0
-    assert run("-m", "asyncckpt", "diff", f"{root}/step-3", f"{root}/step-5").returncode == 1
-    assert run("-c", DCP_LOADER, f"{root}/step-3").returncode == 0
+    assert called("verify", f"{root}/step-3", f"{root}/step-5").returncode == 0
+    assert called("inspect", f"{root}/step-3").returncode == 0
+    assert called("du", root).returncode == 0
+    assert run(COMMAND, "diff", f"{root}/step-3", f"{root}/step-3").returncode == 0
+    assert run(COMMAND, "diff", f"{root}/step-3", f"{root}/step-5").returncode == 1
+    assert run(DCP_LOADER, f"{root}/step-3").returncode == 0
     for refused in (
         ("pin", f"{root}/step-3"),
         ("diff", f"{root}/step-3", "."),
         ("convert", f"{root}/step-3", f"{root}/x", "--to", "hf"),
     ):
-        done = run("-m", "asyncckpt", *refused)
+        done = run(COMMAND, *refused)
         assert done.returncode == 1 and "Traceback" not in done.stderr and "copy" in done.stderr
-    assert run("-m", "asyncckpt", "prune", root, "--keep", "2", "--delete").returncode == 0
+    assert called("prune", root, "--keep", "2", "--delete").returncode == 0
     rows = listed("ls", root)
     assert [row["step"] for row in rows if row["state"] == "committed"] == [3, 5]
-    assert run("-m", "asyncckpt", "gc", root).returncode == 0
+    assert called("gc", root).returncode == 0
     left = f"{root}/step-9/rank-00000.000001-00000009-{'a' * 12}.index"
     store.put(left, b"of a save that was killed")
-    assert run("-m", "asyncckpt", "gc", root, "--older-than", "0s", "--delete").returncode == 0
+    assert called("gc", root, "--older-than", "0s", "--delete").returncode == 0
     with pytest.raises(FileNotFoundError):
         store.stat(left)
     rows = listed("ls", root)
     assert [row["step"] for row in rows if row["state"] == "committed"] == [3, 5]
-    assert run("-m", "asyncckpt", "ls", f"{root}/nothing").returncode == 4
+    assert called("ls", f"{root}/nothing").returncode == 4
 
 
-def test_a_checkpoint_in_a_bucket_is_exported(server: Server, root: str, tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_in_a_bucket_is_exported(server: Server, root: str, tmp_path: pathlib.Path, run: Run) -> None:
     state = {"model": {"w": torch.randn(1500, 1000), "e": torch.randn(2, 3)}, "step": 3}
     with asyncckpt.SyncCheckpointer() as checkpointer:
         checkpointer.save(state, f"{root}/export", step=3)
@@ -308,7 +328,7 @@ def test_a_checkpoint_in_a_bucket_is_exported(server: Server, root: str, tmp_pat
     options = [word for name, value in server.options().items() for word in ("--storage-option", f"{name}={value}")]
     for name, given in (("a", []), ("b", [*options, "--dtype", "bfloat16"])):
         done = run(
-            *("-m", "asyncckpt", "convert", f"{root}/export", str(tmp_path / name), "--to", "hf"),
+            *(COMMAND, "convert", f"{root}/export", str(tmp_path / name), "--to", "hf"),
             *("--keys", "model", "--rename", "model.=", "--config", str(tmp_path), *given),
         )
         assert done.returncode == 0, done.stderr
@@ -322,24 +342,28 @@ def test_a_checkpoint_in_a_bucket_is_exported(server: Server, root: str, tmp_pat
 
 
 @pytest.mark.parametrize("to", ["asyncckpt", "dcp", "torch", "safetensors"])
-def test_a_checkpoint_in_a_bucket_is_converted(server: Server, root: str, tmp_path: pathlib.Path, to: str) -> None:
+def test_a_checkpoint_in_a_bucket_is_converted(
+    server: Server, root: str, tmp_path: pathlib.Path, to: str, run: Run
+) -> None:
     state = {"w": torch.randn(1500, 1000), "e": torch.randn(2, 3)}
     with asyncckpt.SyncCheckpointer() as checkpointer:
         checkpointer.save(state, f"{root}/convert-{to}", step=3)
     options = [word for name, value in server.options().items() for word in ("--storage-option", f"{name}={value}")]
     arguments = (f"{root}/convert-{to}", str(tmp_path / "converted"), "--to", to, *options)
-    done = run("-m", "asyncckpt", "convert", *arguments)
+    done = run(COMMAND, "convert", *arguments)
     assert done.returncode == 0, done.stderr
     found = asyncckpt.load(tmp_path / "converted")
     assert all(torch.equal(found[key], tensor) for key, tensor in state.items())
 
 
-def test_files_of_others_are_converted_into_a_bucket(server: Server, root: str, tmp_path: pathlib.Path) -> None:
+def test_files_of_others_are_converted_into_a_bucket(
+    server: Server, root: str, tmp_path: pathlib.Path, run: Run
+) -> None:
     state = {"w": torch.randn(1500, 1000), "e": torch.randn(2, 3), "n": {"lr": 0.1}}
     torch.save(state, tmp_path / "state.pt")
     options = [word for name, value in server.options().items() for word in ("--storage-option", f"{name}={value}")]
     arguments = str(tmp_path / "state.pt"), f"{root}/made", "--to", "asyncckpt", *options
-    assert run("-m", "asyncckpt", "convert", *arguments).returncode == 0
+    assert run(COMMAND, "convert", *arguments).returncode == 0
     found = asyncckpt.load(f"{root}/made", source="disk")
     assert torch.equal(found["w"], state["w"]) and torch.equal(found["e"], state["e"]) and found["n"] == {"lr": 0.1}
     asyncckpt.convert(f"{root}/made", f"{root}/copy", to="asyncckpt", storage_options=server.options())
@@ -354,7 +378,7 @@ def test_ranks_one_and_three_restore_what_two_have_saved(root: str, worker: Real
     for world_size in (1, 3):
         arguments = (f"{root}/ranks", world_size)
         rank_processes.run(world_size, restore_on_a_rank, *arguments, environ=environ, timeout_s=DEADLINE_S)
-    assert run("-m", "asyncckpt", "verify", f"{root}/ranks/step-3").returncode == 0
+    assert called("verify", f"{root}/ranks/step-3").returncode == 0
 
 
 def save_on_a_node(rank: int, places: tuple[str, str], homes: tuple[str, str], root: str) -> None:
@@ -383,14 +407,14 @@ def test_ranks_of_two_workers_with_no_directory_in_common_save_to_one_bucket(roo
         assert leader["counters"]["written_nbytes"] > 1e6 and follower["counters"]["written_nbytes"] > 1e6
     assert os.listdir(homes[0]) == os.listdir(homes[1]) == []
     rank_processes.run(3, restore_on_a_rank, f"{root}/nodes", 3, environ=environ, timeout_s=DEADLINE_S)
-    assert run("-m", "asyncckpt", "verify", f"{root}/nodes/step-3").returncode == 0
+    assert called("verify", f"{root}/nodes/step-3").returncode == 0
 
 
 def test_uploads_and_copies_need_little_memory_beside_the_slot(
-    root: str, worker: RealWorker, tmp_path: pathlib.Path
+    root: str, worker: RealWorker, tmp_path: pathlib.Path, run: Run
 ) -> None:
     arguments = root, str(tmp_path), str(worker.pid), str(MEMORY_NBYTES), str(MOST_NBYTES)
-    assert run("-c", LARGE_TRAINER, *arguments).returncode == 0
+    assert run(LARGE_TRAINER, *arguments).returncode == 0
 
 
 def seen_of(worker: RealWorker) -> bytes:
@@ -407,19 +431,21 @@ def seen_of(worker: RealWorker) -> bytes:
     return found
 
 
-def test_options_do_what_the_environment_does_and_are_shown_nowhere(server: Server, worker: RealWorker) -> None:
+def test_options_do_what_the_environment_does_and_are_shown_nowhere(
+    server: Server, worker: RealWorker, run: Run
+) -> None:
     options, root = server.options(), f"{server.root}/options"
     if server.scheme == "s3":
         options["secret_access_key"] = "0123-unlike-any-other-text"  # moto takes every key
     secret = options[SECRETS[server.scheme]]
-    done = run("-c", OPTIONS_TRAINER, root, json.dumps(options))
+    done = run(OPTIONS_TRAINER, root, json.dumps(options))
     assert done.returncode == 0
     given = [word for name, value in options.items() for word in ("--storage-option", f"{name}={value}")]
     rows = listed("ls", root, "--recursive", *given)
     assert [row["step"] for row in rows if row["state"] == "committed"] == [1, 1, 2]
-    assert run("-m", "asyncckpt", "verify", f"{root}/AsyncCheckpointer", *given).returncode == 0
-    assert run("-m", "asyncckpt", "ls", root).returncode != 0, "without options there is no way to the store"
-    status = run("-m", "asyncckpt", "worker", "status", "--json").stdout
+    assert called("verify", f"{root}/AsyncCheckpointer", *given).returncode == 0
+    assert called("ls", root).returncode != 0, "without options there is no way to the store"
+    status = called("worker", "status", "--json").stdout
     store = ObjectStore(server.root, {**options, **object_servers.NO_CONNECTION_STAYS})
     stored = store.read_whole(f"{root}/AsyncCheckpointer/manifest.json", 1 << 20)
     seen = seen_of(worker)
@@ -430,24 +456,24 @@ def test_options_do_what_the_environment_does_and_are_shown_nowhere(server: Serv
 
 
 def test_the_doctor_says_what_a_store_can_do_and_leaves_nothing_behind(root: str) -> None:
-    done = run("-m", "asyncckpt", "doctor", f"{root}/none-yet", "--json")
+    done = called("doctor", f"{root}/none-yet", "--json")
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert [checks[name]["status"] for name in ("listing", "commit", "reading", "uploads", "removal")] == ["ok"] * 5
     assert "lifecycle rule" in checks["uploads"]["text"]
-    assert run("-m", "asyncckpt", "ls", f"{root}/none-yet").returncode == 4
+    assert called("ls", f"{root}/none-yet").returncode == 4
 
 
-def test_the_worker_that_takes_over_hears_the_options_again(server: Server, worker: RealWorker) -> None:
+def test_the_worker_that_takes_over_hears_the_options_again(server: Server, worker: RealWorker, run: Run) -> None:
     options = json.dumps(server.options())
-    assert run("-c", LOSING_TRAINER, f"{server.root}/lost", options, str(worker.pid)).returncode == 0
+    assert run(LOSING_TRAINER, f"{server.root}/lost", options, str(worker.pid)).returncode == 0
 
 
-def test_a_worker_whose_trainer_has_died_still_has_the_options(server: Server, worker: RealWorker) -> None:
+def test_a_worker_whose_trainer_has_died_still_has_the_options(server: Server, worker: RealWorker, run: Run) -> None:
     options = server.options()
-    assert run("-c", DYING_TRAINER, f"{server.root}/dead", json.dumps(options)).returncode == -9
+    assert run(DYING_TRAINER, f"{server.root}/dead", json.dumps(options)).returncode == -9
     given = [word for name, value in options.items() for word in ("--storage-option", f"{name}={value}")]
 
     def is_committed() -> bool:
-        return run("-m", "asyncckpt", "verify", f"{server.root}/dead/step-2", *given).returncode == 0
+        return called("verify", f"{server.root}/dead/step-2", *given).returncode == 0
 
     real_worker.wait_until(is_committed, "what the dead trainer has staged is committed")

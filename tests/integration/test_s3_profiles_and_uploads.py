@@ -30,6 +30,7 @@ from asyncckpt.storage.locate import store_at, with_storage_options
 from asyncckpt.storage.store import IncompleteUpload, UnsupportedByStoreError
 from tests import object_proxy, object_servers
 from tests.object_servers import BUCKET, Server
+from tests.warm_python import WarmPython
 
 boto3 = pytest.importorskip("boto3", reason="the extra aws is not installed")
 object_servers.start_runtime()
@@ -212,13 +213,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("profile", ["", "other"])
 def test_trainer_and_worker_save_with_the_keys_of_a_profile(
-    server: Server, profile: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, profile: str, endpoint: str, monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
     root = f"{server.root}/by-{profile or 'default'}"
     with running(endpoint):
-        done = run("-c", TRAINER, root, server.url, profile)
-    assert done.returncode == 0 and "-secret" not in done.stderr + done.stdout
+        done = warm_python.run(TRAINER, root, server.url, profile)
+    assert done.returncode == 0, done.stderr
+    assert "-secret" not in done.stderr + done.stdout
     options = ["--storage-option", f"endpoint={server.url}"]
     assert run("-m", "asyncckpt", "ls", root, *options).returncode == 0
 
