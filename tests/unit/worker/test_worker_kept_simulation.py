@@ -117,11 +117,8 @@ def test_random_schedules_with_readers_keep_every_promise(
             break  # in a few schedules chance may let nothing be recalled
         seed = rng.getrandbits(32)
         world = KeepingWorld(seed, chaos, crash_chance)
-        try:
-            world.run(steps=STEPS)
-        except BaseException:
-            print(f"schedule {schedule}: KeepingWorld({seed}, {chaos}, {crash_chance}).run({STEPS})")
-            raise
+        print(f"schedule {schedule}: KeepingWorld({seed}, {chaos}, {crash_chance}).run({STEPS})")
+        world.run(steps=STEPS)
         recalled, kept, lent = recalled + world.recalled, kept + world.kept_ones, lent + world.lent_again
     print(f"recalled {recalled}, of the dead {kept}, lent again {lent}")
     assert recalled >= SCHEDULES

@@ -27,13 +27,8 @@ def test_workers_keep_every_promise(
     record_property("count", SCHEDULES)
     for schedule in range(SCHEDULES):
         seed = rng.getrandbits(32)
-        try:
-            Workers(seed, n_nodes=n_nodes, chaos=chaos, deaths=deaths).run(STEPS)
-        except BaseException:
-            print(
-                f"schedule {schedule}: Workers({seed}, n_nodes={n_nodes}, chaos={chaos}, deaths={deaths}).run({STEPS})"
-            )
-            raise
+        print(f"schedule {schedule}: Workers({seed}, n_nodes={n_nodes}, chaos={chaos}, deaths={deaths}).run({STEPS})")
+        Workers(seed, n_nodes=n_nodes, chaos=chaos, deaths=deaths).run(STEPS)
 
 
 @pytest.mark.parametrize("n_nodes", [2, 3])
@@ -49,12 +44,9 @@ def test_workers_that_take_over_from_dead_ones_keep_every_promise(
         record_property("count", schedule + 1)
         seed, kills = rng.getrandbits(32), rng.choice((0.003, 0.01, 0.02))
         world = Workers(seed, n_nodes=n_nodes, chaos=chaos, deaths=deaths, kills=kills)
-        try:
-            world.run(STEPS)
-        except BaseException:
-            about = f"{seed}, n_nodes={n_nodes}, chaos={chaos}, deaths={deaths}, kills={kills}"
-            print(f"schedule {schedule}: Workers({about}).run({STEPS})")
-            raise
+        about = f"{seed}, n_nodes={n_nodes}, chaos={chaos}, deaths={deaths}, kills={kills}"
+        print(f"schedule {schedule}: Workers({about}).run({STEPS})")
+        world.run(STEPS)
         resumed += len(world.resumed & set(world.commits))
     assert resumed
 
@@ -68,15 +60,12 @@ def test_a_node_that_was_cut_off_for_longer_than_it_is_remembered_takes_part_aga
     for schedule in range(SCHEDULES):
         seed = rng.getrandbits(32)
         world = Workers(seed, n_nodes=n_nodes, chaos=chaos, deaths=False)
-        try:
-            world.spawn_run()
-            world.live(STEPS)
-            world.part(1, FORGET_S + 2 * BEAT_S)
-            world.live(STEPS)
-            world.settle()
-        except BaseException:
-            print(f"schedule {schedule}: Workers({seed}, n_nodes={n_nodes}, chaos={chaos}, deaths=False)")
-            raise
+        print(f"schedule {schedule}: Workers({seed}, n_nodes={n_nodes}, chaos={chaos}, deaths=False)")
+        world.spawn_run()
+        world.live(STEPS)
+        world.part(1, FORGET_S + 2 * BEAT_S)
+        world.live(STEPS)
+        world.settle()
 
 
 def test_the_simulation_reaches_every_outcome(rng: random.Random) -> None:
