@@ -64,6 +64,18 @@ ACTIONS: dict[str, Callable[[], None]] = {
 }
 
 
+def killed(work: Callable[[], object], point: str, visit: int = 1) -> None:
+    """Do `work` in a child that dies at `point`; mapped memory is not there."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with observed(At(point, kill, visit)):
+                work()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, f"{point} was not reached"
+
+
 def serve(endpoint: str, action: str, visit: int, point: str) -> None:
     """Be that worker."""
     from asyncckpt_worker.config import WorkerConfig

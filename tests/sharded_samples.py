@@ -21,3 +21,14 @@ def state(world_size: int, fill: float | None = None) -> dict[str, Any]:
             whole.clone() if fill is None else torch.full_like(whole, fill), mesh, [Shard(n)]
         )
     return {"model": found, "same": torch.ones(3) if fill is None else torch.zeros(3), "step": 7 if fill is None else 0}
+
+
+def full(state: Any) -> Any:
+    """Return a state with whole tensors; a collective."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(state, DTensor):
+        return state.full_tensor()
+    if isinstance(state, dict):
+        return {key: full(value) for key, value in state.items()}
+    return [full(value) for value in state] if isinstance(state, list) else state

@@ -52,7 +52,7 @@ from asyncckpt.storage.verification import verify_checkpoint
 from asyncckpt.sync.writer import SyncWriter
 from asyncckpt_worker.config import WorkerConfig
 from asyncckpt_worker.service.daemon import Daemon
-from tests.failing_process import ACTIONS, At, fail, kill
+from tests.failing_process import ACTIONS, At, fail, kill, killed
 from tests.failpoint_groups import grouped
 from tests.storage_samples import RecordingFiles, failing
 from tests.torch_free_client import Client, Snapshot
@@ -369,18 +369,6 @@ def test_what_a_killed_gc_leaves_the_next_one_removes(
         assert len({owner_of(name) for name in left}) == (stands is not None), f"{point}: {left}"
         assert (root / "x" / "notes.txt").read_text() == "mine"
         shutil.rmtree(root)
-
-
-def killed(work: Callable[[], object], point: str, visit: int = 1) -> None:
-    """Do `work` in a child that dies at `point`."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with observed(At(point, kill, visit)):
-                work()
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, f"{point} was not reached"
 
 
 def broken_root(templates: dict[str, pathlib.Path], root: pathlib.Path) -> pathlib.Path:

@@ -12,7 +12,6 @@ import itertools
 import os
 import pathlib
 import random
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.mounts import probe
 from asyncckpt.storage.verification import verify_checkpoint
 from tests import mounts
-from tests.failing_process import At, fail, kill
+from tests.failing_process import At, fail, killed
 from tests.failpoint_groups import MOUNTS
 from tests.limited_files import LimitedFiles
 from tests.mounts import needs_root
@@ -152,18 +151,6 @@ def test_a_kill_at_any_point_leaves_the_old_checkpoint_or_the_new_one_or_none(pl
         killed(lambda path=path: step(path, files()), point, visit)  # type: ignore[misc]
         order.append(check_after(path, files(), {old, new}, f"killed at {point!r} ({visit})"))
     assert sum(a != b for a, b in itertools.pairwise(order)) == (old != new), order
-
-
-def killed(work: Callable[[], object], point: str, visit: int) -> None:
-    """Do `work` in a child that dies at `point`."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with observed(At(point, kill, visit)):
-                work()
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, f"{point} was not reached"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

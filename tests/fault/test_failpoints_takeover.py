@@ -38,7 +38,7 @@ from asyncckpt.storage.files import Files, read_small_file
 from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.recovery import is_committed, keep_ring_files, resume_rank_files
 from asyncckpt.storage.verification import verify_checkpoint
-from tests.failing_process import ACTIONS, At, fail, kill
+from tests.failing_process import ACTIONS, At, fail, kill, killed
 from tests.failpoint_groups import HANDED_OVER, RESUMED, SENT, cases
 from tests.saving import ENVIRONMENT, ROOT
 from tests.storage_samples import SAVE_ID, RecordingFiles, Snapshot, manifest_of, shard_paths
@@ -133,18 +133,6 @@ def test_what_a_dead_worker_has_left_is_committed_whole_or_not_listed(
             assert is_done, what
         elif not is_done:
             assert [name for name in os.listdir(path) if name.startswith("rank-")] == [], what
-
-
-def killed(work: Callable[[], object], point: str, visit: int) -> None:
-    """Do `work` in a child that dies at `point`; mapped memory is not there."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with observed(At(point, kill, visit)):
-                work()
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, f"{point} was not reached"
 
 
 def test_an_index_is_the_old_one_or_the_new_one_while_it_is_replaced(

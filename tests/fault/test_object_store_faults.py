@@ -5,11 +5,11 @@ damage, never silence.
 from __future__ import annotations
 
 import pathlib
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -40,6 +40,7 @@ from tests.object_proxy import (
     FaultyProxy,
 )
 from tests.object_servers import NO_CONNECTION_STAYS, Server
+from tests.warm_python import WarmPython
 
 object_servers.start_runtime()
 
@@ -85,16 +86,10 @@ def path(request: pytest.FixtureRequest, server: Server, proxy: FaultyProxy) -> 
     return f"{server.root}/{abs(hash(request.node.name)):x}/step-1"
 
 
-def start(what: str, path: str, *n: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, what, path, *n]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def run(what: str, path: str, *n: str) -> tuple[int, str]:
-    with start(what, path, *n) as process:
-        said, errors = process.communicate(timeout=DEADLINE_S)
-    print(what, process.returncode, said, errors)
-    return process.returncode, said
+def run(python: WarmPython, what: str, path: str, *n: str) -> tuple[int, str]:
+    done = python.run(PROGRAM, what, path, *n, timeout_s=DEADLINE_S)
+    print(what, done.returncode, done.stdout, done.stderr)
+    return done.returncode, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -102,7 +97,9 @@ def run(what: str, path: str, *n: str) -> tuple[int, str]:
     [("s3", BUSY), ("s3", RESET), ("s3", LOST), ("s3", SLOW), ("gs", LOST), ("az", LOST)],
     indirect=["server"],
 )
-def test_each_request_that_fails_once_is_repeated(path: str, proxy: FaultyProxy, fault: str) -> None:
+def test_each_request_that_fails_once_is_repeated(
+    path: str, proxy: FaultyProxy, fault: str, warm_python: WarmPython
+) -> None:
     tried = Counter[tuple[str, str]]()
 
     def once(method: str, name: str) -> str:
@@ -110,9 +107,9 @@ def test_each_request_that_fails_once_is_repeated(path: str, proxy: FaultyProxy,
         return fault if tried[method, name] == 1 else ""
 
     proxy.fault = once
-    assert run("save", path) == (0, "")
+    assert run(warm_python, "save", path) == (0, "")
     tried.clear()
-    assert run("load", path) == (0, "")
+    assert run(warm_python, "load", path) == (0, "")
 
 
 def test_a_store_that_stays_busy_is_asked_until_the_time_is_over_however_often(
@@ -160,10 +157,10 @@ def test_a_worker_repeats_each_request_that_fails_once(
     assert torch.equal(found["w"], STATE["w"]) and found["n"] == 3
 
 
-def test_answers_that_are_cut_short_do_no_damage(path: str, proxy: FaultyProxy) -> None:
-    assert run("save", path) == (0, "")
+def test_answers_that_are_cut_short_do_no_damage(path: str, proxy: FaultyProxy, warm_python: WarmPython) -> None:
+    assert run(warm_python, "save", path) == (0, "")
     proxy.fault = lambda method, name: TRUNCATED if method == "GET" and ".safetensors" in name else ""
-    code, said = run("load", path)
+    code, said = run(warm_python, "load", path)
     assert code == 3 and "AssertionError" not in said and "safetensors" in said
 
 
@@ -261,15 +258,17 @@ def test_a_save_through_lies_about_lengths_is_right_or_an_error(
 # ---- refusals and silence
 
 
-def test_a_store_that_refuses_is_not_asked_again_and_its_words_are_told(path: str, proxy: FaultyProxy) -> None:
+def test_a_store_that_refuses_is_not_asked_again_and_its_words_are_told(
+    path: str, proxy: FaultyProxy, warm_python: WarmPython
+) -> None:
     proxy.fault = lambda method, name: REFUSED if method == "PUT" and name.endswith("manifest.json") else ""
     proxy.seen.clear()
     began = time.monotonic()
-    code, said = run("save", path)
+    code, said = run(warm_python, "save", path)
     assert code == 3 and "SaveFailedError" in said and "AccessDenied" in said and time.monotonic() - began < 30
     assert sum(method == "PUT" and name.endswith("manifest.json") for method, name in proxy.seen) == 1
     proxy.fault = lambda method, name: ""
-    assert run("load", path)[1].startswith("Checkpoint"), "nothing is committed"
+    assert run(warm_python, "load", path)[1].startswith("Checkpoint"), "nothing is committed"
 
 
 def test_a_store_that_says_nothing_is_an_error_in_time(path: str, proxy: FaultyProxy, options: dict[str, str]) -> None:
@@ -281,18 +280,22 @@ def test_a_store_that_says_nothing_is_an_error_in_time(path: str, proxy: FaultyP
 
 
 @pytest.mark.parametrize(("fault", "word"), [(BUSY, "SlowDown"), (RESET, "error sending request")])
-def test_a_store_that_stays_away_is_an_error_in_time(path: str, proxy: FaultyProxy, fault: str, word: str) -> None:
+def test_a_store_that_stays_away_is_an_error_in_time(
+    path: str, proxy: FaultyProxy, fault: str, word: str, warm_python: WarmPython
+) -> None:
     proxy.fault = lambda method, name: fault
-    code, said = run("save", path)
+    code, said = run(warm_python, "save", path)
     assert code == 3 and word in said
 
 
 @pytest.mark.parametrize("server", object_servers.SCHEMES, indirect=True)
-def test_of_two_that_commit_one_wins_and_the_other_is_told(path: str, proxy: FaultyProxy) -> None:
+def test_of_two_that_commit_one_wins_and_the_other_is_told(
+    path: str, proxy: FaultyProxy, warm_python: WarmPython
+) -> None:
     for n in range(2):
-        both = [start("save", f"{path}-{n}", str(value)) for value in range(2)]
-        ends = [(process.communicate(timeout=DEADLINE_S)[0], process.returncode) for process in both]
-        assert sorted(code for _, code in ends) == [0, 3], ends
-        winner = next(value for value, (_, code) in enumerate(ends) if code == 0)
-        assert "CheckpointExistsError" in ends[1 - winner][0]
-        assert run("load", f"{path}-{n}", str(winner)) == (0, "")
+        with ThreadPoolExecutor(2) as pool:
+            ends = list(pool.map(partial(run, warm_python, "save", f"{path}-{n}"), ("0", "1")))
+        assert sorted(code for code, _ in ends) == [0, 3], ends
+        winner = next(value for value, (code, _) in enumerate(ends) if code == 0)
+        assert "CheckpointExistsError" in ends[1 - winner][1]
+        assert run(warm_python, "load", f"{path}-{n}", str(winner)) == (0, "")

@@ -11,6 +11,7 @@ import overlapping
 import pytest
 import rank_processes
 import real_worker
+import worker_here
 import worker_pair
 
 from asyncckpt import AsyncCheckpointer
@@ -74,6 +75,17 @@ def shared_worker() -> Iterator[real_worker.RealWorker]:
             assert found.status()["pid"] == pid
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def here(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[worker_here.Here]:
+    """A worker in this process, which is everybody's default."""
+    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
+    found = worker_here.Here(endpoint)
+    try:
+        yield found
+    finally:
+        found.close()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import real_worker
 import states
 import torch
 from real_worker import DEADLINE_S
+from sharded_samples import full
 from torch import nn
 
 import asyncckpt
@@ -47,17 +48,6 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
-
-
-def full(state: Any) -> Any:
-    """The state with whole tensors; a collective."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(state, DTensor):
-        return state.full_tensor()
-    if isinstance(state, dict):
-        return {key: full(value) for key, value in state.items()}
-    return [full(value) for value in state] if isinstance(state, list) else state
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

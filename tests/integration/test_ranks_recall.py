@@ -7,7 +7,6 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,17 +47,6 @@ def is_state(found: dict[str, Any], rank: int, step: int) -> bool:
     same = torch.equal(found["sharded"].tensor, wanted["sharded"].tensor)
     same = same and torch.equal(found["replica"], wanted["replica"])
     return same and torch.equal(found["own"].value, wanted["own"].value) and found["step"] == step
-
-
-@pytest.fixture
-def here(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
-    """A worker in this process, which the ranks find."""
-    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
-    found = Here(endpoint)
-    try:
-        yield found
-    finally:
-        found.close()
 
 
 def trains(rank: int, root: str, stages: bool) -> None:

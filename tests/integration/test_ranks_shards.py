@@ -17,6 +17,7 @@ import states
 import torch
 from distributed_calls import DistributedCalls
 from real_worker import DEADLINE_S
+from sharded_samples import full
 from torch import nn
 
 import asyncckpt
@@ -67,17 +68,6 @@ def parallel(kind: str) -> nn.Module:
         if kind == "FSDP2 x TP":
             fully_shard(model, mesh=whole["a"])
     return model
-
-
-def full(state: Any) -> Any:
-    """The state with whole tensors; a collective."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(state, DTensor):
-        return state.full_tensor()
-    if isinstance(state, dict):
-        return {key: full(value) for key, value in state.items()}
-    return [full(value) for value in state] if isinstance(state, list) else state
 
 
 def trains(rank: int, kind: str, root: str) -> Any:

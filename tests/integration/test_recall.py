@@ -43,17 +43,6 @@ from asyncckpt_worker.service import memory_pressure
 
 
 @pytest.fixture
-def here(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
-    """A worker in this process, which is everybody's default."""
-    monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
-    found = Here(endpoint)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
-@pytest.fixture
 def saver(here: Here) -> Iterator[AsyncCheckpointer]:
     """A trainer of that worker."""
     with AsyncCheckpointer() as found:

@@ -24,6 +24,7 @@ from real_worker import (
     wait_until,
     written,
 )
+from test_bounded_memory import NOT_THERE, state_of
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, PerRank
@@ -31,8 +32,6 @@ from asyncckpt.client import launcher
 from asyncckpt.client.slot_stream import SlotStream
 from asyncckpt.errors import (
     CheckpointerClosedError,
-    CheckpointNotCommittedError,
-    CheckpointNotFoundError,
     SaveFailedError,
     WorkerUnavailableError,
 )
@@ -43,22 +42,9 @@ from asyncckpt.storage.verification import verify_checkpoint
 pytestmark = pytest.mark.usefixtures("default_dir")
 LIMIT = 4_000_000
 LAST = 66
-"""The last segment of the state below."""
+"""The last segment of the state, which has 67."""
 N_CELLS = 14
 SOAK = pytest.mark.soak
-NOT_THERE = (CheckpointNotFoundError, CheckpointNotCommittedError)
-
-
-def state_of(step: int) -> dict[str, Any]:
-    """Return a state of 17 MB, 67 segments."""
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "large": torch.randn(3_000_000, generator=generator),
-        "columns": torch.randn(900, 700, generator=generator).t(),
-        "double": torch.randn(500, 700, generator=generator, dtype=torch.float64),
-        "small": [torch.randn(5, generator=generator) for _ in range(40)],
-        "step": step,
-    }
 
 
 def assert_saved(path: pathlib.Path, step: int) -> None:
