@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -21,26 +20,29 @@ has_seccomp = pytest.mark.skipif(
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 
 _REFUSE = """
-import ctypes, json, os, struct, sys
-arch, numbers, code = json.loads(sys.argv[1])
-n = len(numbers)
-lines = [(0x20, 0, 0, 4), (0x15, 0, n + 2, arch), (0x20, 0, 0, 0)]
-lines += [(0x15, n - i, 0, number) for i, number in enumerate(numbers)]
-lines += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050000 | code)]
-code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
-program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(lines), ctypes.addressof(code)))
-libc = ctypes.CDLL(None, use_errno=True)
-if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
-    sys.exit(f"seccomp: {os.strerror(ctypes.get_errno())}")
-os.execv(sys.argv[2], sys.argv[2:])
+import ctypes, os, struct, sys
+def refuse(arch, numbers, code):
+    n = len(numbers)
+    lines = [(0x20, 0, 0, 4), (0x15, 0, n + 2, arch), (0x20, 0, 0, 0)]
+    lines += [(0x15, n - i, 0, number) for i, number in enumerate(numbers)]
+    lines += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050000 | code)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(lines), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+        sys.exit(f"seccomp: {os.strerror(ctypes.get_errno())}")
 """
+
+
+def refusal(calls: tuple[str, ...], code: int) -> str:
+    """Return a program after which the kernel answers these system calls of its process with error `code`."""
+    arch, known = _ARCHITECTURES[platform.machine()]
+    return f"{_REFUSE}refuse({arch}, {[known[name] for name in calls]}, {code})\n"
 
 
 def refusing(calls: tuple[str, ...], code: int, *command: str) -> list[str]:
     """Return `command` in a process, and below it, to which the kernel answers these system calls with error `code`."""
-    arch, known = _ARCHITECTURES[platform.machine()]
-    filtered = json.dumps([arch, [known[name] for name in calls], code])
-    return [sys.executable, "-c", _REFUSE, filtered, *command]
+    return [sys.executable, "-c", f"{refusal(calls, code)}os.execv(sys.argv[1], sys.argv[1:])", *command]
 
 
 def without_proc(*command: str) -> list[str]:

@@ -16,6 +16,8 @@ import pytest
 import sandbox
 from real_worker import RealWorker, running, stop_whoever_serves
 
+from tests.warm_python import WarmPython
+
 DEADLINE_S = 150.0
 Wrap = Callable[..., list[str]]
 
@@ -55,10 +57,18 @@ print(json.dumps(told))
 def trained(wrap: Wrap, root: pathlib.Path, *arguments: str) -> list[object]:
     """Return what a training says of its saves in these surroundings: None, or [type, text] of the error, for each."""
     command = wrap(sys.executable, "-c", TRAINER, str(root), *arguments)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return told_by(subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False))
+
+
+def told_by(done: subprocess.CompletedProcess[str]) -> list[object]:
     assert not done.returncode and "Traceback" not in done.stderr, done.stderr
     told: list[object] = json.loads(done.stdout.splitlines()[-1])
     return told
+
+
+def forked(python: WarmPython, root: pathlib.Path, *arguments: str, before: str = "") -> list[object]:
+    """As `trained`, of a training that is forked and runs the program `before` first."""
+    return told_by(python.run(before + TRAINER, str(root), *arguments, timeout_s=DEADLINE_S))
 
 
 def doctor(wrap: Wrap, root: pathlib.Path) -> tuple[bool, dict[str, str]]:
@@ -84,13 +94,13 @@ def end_workers(directory: pathlib.Path) -> None:
 @sandbox.has_seccomp
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
 def test_without_pidfds_saves_work_a_death_is_noticed_within_a_second_and_doctor_says_so(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, code: int
+    default_dir: pathlib.Path, tmp_path: pathlib.Path, warm_python: WarmPython, code: int
 ) -> None:
-    wrap = refuses("pidfd_open", code)
     try:
-        works, checks = doctor(wrap, tmp_path)
+        works, checks = doctor(refuses("pidfd_open", code), tmp_path)
         assert works and checks["pidfd"] == "warn"
-        *saves, noticed_s, after = trained(wrap, tmp_path, "kill")
+        refusal = sandbox.refusal(("pidfd_open",), code)
+        *saves, noticed_s, after = forked(warm_python, tmp_path, "kill", before=refusal)
         assert saves == [None] * 3 and after is None
         assert isinstance(noticed_s, float) and noticed_s < 1.0, "P6"
     finally:
@@ -107,13 +117,18 @@ def test_without_pidfds_saves_work_a_death_is_noticed_within_a_second_and_doctor
     ],
 )
 def test_what_cannot_be_done_without_is_a_typed_error_of_each_save_and_a_failed_check(
-    default_dir: pathlib.Path, tmp_path: pathlib.Path, call: str, code: int, kind: str, check: str
+    default_dir: pathlib.Path,
+    tmp_path: pathlib.Path,
+    warm_python: WarmPython,
+    call: str,
+    code: int,
+    kind: str,
+    check: str,
 ) -> None:
-    wrap = refuses(call, code)
     try:
-        works, checks = doctor(wrap, tmp_path)
+        works, checks = doctor(refuses(call, code), tmp_path)
         assert not works and checks[check] == "fail"
-        told = trained(wrap, tmp_path)
+        told = forked(warm_python, tmp_path, before=sandbox.refusal((call,), code))
         assert [one[0] for one in told] == [kind] * 3  # type: ignore[index]
         assert call != "memfd_create" or "seccomp" in told[0][1]  # type: ignore[index]
     finally:
@@ -138,10 +153,10 @@ def test_without_proc_each_save_fails_with_an_error_that_names_it_and_doctor_say
 @pytest.mark.root
 @sandbox.needs_root
 def test_a_checkpoint_is_loaded_without_proc_beside_a_worker_that_holds_it(
-    worker: RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    worker: RealWorker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", worker.endpoint)
-    assert trained(lambda *command: list(command), tmp_path) == [None] * 3
+    assert forked(warm_python, tmp_path) == [None] * 3
     program = "import sys, asyncckpt; print(int(asyncckpt.load(sys.argv[1])['w'].sum()), asyncckpt.held_snapshots('/'))"
     command = sandbox.without_proc(sys.executable, "-c", program, str(tmp_path / "2"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -163,20 +178,21 @@ def test_a_worker_of_another_pid_namespace_is_refused_by_name_and_doctor_says_so
 @sandbox.has_seccomp
 @pytest.mark.parametrize("refused", ["the trainer", "the worker"])
 def test_only_one_side_without_pidfds_does_as_well(
-    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, refused: str
+    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython, refused: str
 ) -> None:
     monkeypatch.setenv("ASYNCCKPT_ENDPOINT", endpoint)
-    wrap = refuses("pidfd_open", errno.EPERM)
-    plain: Wrap = lambda *command: list(command)  # noqa: E731
     if refused == "the trainer":
         with running(endpoint):
-            assert trained(wrap, tmp_path) == [None] * 3
+            refusal = sandbox.refusal(("pidfd_open",), errno.EPERM)
+            assert forked(warm_python, tmp_path, before=refusal) == [None] * 3
         return
-    start = wrap(sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--detach")
+    start = refuses("pidfd_open", errno.EPERM)(
+        sys.executable, "-m", "asyncckpt_worker", "--endpoint", endpoint, "--detach"
+    )
     subprocess.run(start, check=True, timeout=DEADLINE_S)
     found = RealWorker(endpoint)
     try:
-        assert trained(plain, tmp_path) == [None] * 3
+        assert forked(warm_python, tmp_path) == [None] * 3
     finally:
         found.stop()
 
