@@ -128,9 +128,8 @@ def drawn(count: int, seed: int, only: str) -> list[Change]:
     every: list[Change] = []
     for package in PRODUCT:
         for file in sorted((ROOT / package).rglob("*.py")):
-            path = str(file.relative_to(ROOT))
-            every += changes_of(path, file.read_text())
-    every = [change for change in every if change.path.startswith(only)]
+            if (path := str(file.relative_to(ROOT))).startswith(only):
+                every += changes_of(path, file.read_text())
     random.Random(seed).shuffle(every)
     return list(itertools.islice(filter(_compiles, every), count))
 
