@@ -25,8 +25,7 @@ import xxhash
 from asyncckpt.basics.gc_control import gc_paused
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.names import SaveId, split_per_rank_name
-from asyncckpt.format.state_tree import COMPOSITE, TENSOR, Node, Path, common_leaves, fqn_of, leaves
-from asyncckpt.format.structure import Box, Structure, find_overlap
+from asyncckpt.format.structure import Box, find_overlap
 
 MAX_CUTS = 64
 """Most nested cuts through a tensor's shape. One device mesh makes at most one cut for each dimension, two meshes make
@@ -232,13 +231,11 @@ def _share_face(a: Box, b: Box) -> bool:
 
 
 def _ranks_list(ranks: Sequence[int]) -> str:
-    return f"{_ranks_text(ranks)} name{'s' if len(ranks) == 1 else ''}"
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} names"
     text = ", ".join(map(str, ranks[:MAX_ADJACENT]))
     more = f" and {len(ranks) - MAX_ADJACENT} more" if len(ranks) > MAX_ADJACENT else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}"
+    return f"ranks {text}{more} name"
 
 
 PRIME = (1 << 61) - 1
@@ -532,69 +529,3 @@ def _uncovered(structures: Sequence[bytes], doubtful: set[str] | None) -> list[t
 def _mismatch(rank: int, dtype: str, shape: Sequence[int], other_dtype: str, other_shape: Sequence[int]) -> str:
     text = f"rank {rank} has it as {dtype}{list(shape)}, "
     return text + f"an earlier rank as {other_dtype}{list(other_shape)}"
-
-
-def without_empty_parts(faults: Sequence[tuple[str, str]], structures: Sequence[Structure]) -> list[tuple[str, str]]:
-    """Return those of the faults that `uncovered` has found that remain if trees are considered.
-
-    A rank without elements of a sharded tensor may hold a plain tensor where other ranks hold a subclass. No rank
-    stores anything of that plain tensor, and others store components at its path. It is no fault, and readers take the
-    components in its place (format/SPEC.md section 4). If a rank stores elements as a plain tensor there, that explains
-    the faults of both.
-
-    Args:
-        faults: (stored name, what is wrong) of each.
-        structures: The structure of each rank.
-    """
-    names = {fqn for fqn, _ in faults}
-    composites: dict[Path, dict[int, Node]] = {}
-    component_of: dict[str, Path] = {}
-    for rank, structure in enumerate(structures if names else ()):
-        for path, node in common_leaves(structure.tree):
-            if node[0] == COMPOSITE:
-                composites.setdefault(path, {})[rank] = node
-                stored_as = (structure.tensors[leaf[1]].fqn for _, leaf in leaves(node))
-                component_of.update((fqn, path) for fqn in stored_as if fqn in names)
-    if not composites:
-        return list(faults)
-    paths: dict[str, set[Path]] = {fqn: set() for fqn in names}
-    not_empty = set(component_of)
-    plain: dict[Path, list[int]] = {}  # ranks that store elements as a plain tensor where others store components
-    for rank, structure in enumerate(structures):
-        not_empty.update(entry.fqn for entry in structure.tensors if entry.chunks and entry.fqn in names)
-        for path, node in common_leaves(structure.tree):
-            entry = structure.tensors[node[1]] if node[0] == TENSOR else None
-            if entry is not None and entry.fqn in names:
-                paths[entry.fqn].add(path)
-            if entry is not None and entry.chunks and path in composites:
-                plain.setdefault(path, []).append(rank)
-    left: dict[str, str] = {}
-    for fqn, fault in faults:
-        at = paths[fqn]
-        if fqn not in not_empty and at and all(_is_one_kind(composites.get(path, {})) for path in at):
-            continue
-        around = at | {component_of[fqn]} if fqn in component_of else at
-        mixed = min((path for path in around if path in plain), key=fqn_of, default=None)
-        if mixed is None:
-            left[fqn] = fault
-        else:
-            left[fqn_of(mixed)] = _mixed_text(plain[mixed], composites[mixed])
-    return list(left.items())
-
-
-def _is_one_kind(found: dict[int, Node]) -> bool:
-    """Whether the composite tensors of several ranks, at least one, have one kind and the same components."""
-    return len({(node[3], node[1][::2]) for node in found.values()}) == 1
-
-
-def _mixed_text(plain: Sequence[int], composites: dict[int, Node]) -> str:
-    kinds: dict[str, list[int]] = {}
-    for rank, node in composites.items():
-        kinds.setdefault(str(node[3]), []).append(rank)
-    classes = ", ".join(f"{kind} on {_ranks_text(ranks)}" for kind, ranks in kinds.items())
-    return (
-        f"its parts are plain tensors on {_ranks_text(plain)}, but {classes}; all ranks with elements must hold the "
-        "same class. torchao quantizes a part only if it has at least 4096 elements and whole blocks: choose the "
-        "shape, block_size or the number of ranks so that all parts have, or none; or train this parameter with an "
-        "optimizer that keeps plain tensors"
-    )

@@ -295,15 +295,6 @@ def whole_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         yield path, node
 
 
-def common_leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """Yield (typed path, node) as `whole_leaves` does, without those that belong to their rank."""
-    if node[0] in CONTAINERS and node[0] != COMPOSITE:
-        for key, child in members(node):  # an "r" node has none
-            yield from common_leaves(child, (*path, key))
-    else:
-        yield path, node
-
-
 def composite_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
     """Yield (typed path, node) of each composite tensor at or below `node`, those in others included."""
     if node[0] == PER_RANK:

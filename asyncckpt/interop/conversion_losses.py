@@ -5,7 +5,6 @@ The module of each kind of target returns its own `ConversionLosses`; this modul
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,7 @@ from asyncckpt.interop.outline import Outline, leaves_and_empty, pruned, rebuilt
 from asyncckpt.interop.sources.safetensors_file import FILE_METADATA
 from asyncckpt.loading.key_selection import Selection
 from asyncckpt.loading.saved_state import SavedTree
-from asyncckpt.storage.contents import Contents, SavedTensor, read_objects
+from asyncckpt.storage.contents import Contents, read_objects
 from asyncckpt.storage.files import Files
 
 TOP = "the top level"
@@ -120,43 +119,26 @@ def sentence(what: str, names: Collection[str]) -> list[str]:
     return [f"{what}: {', '.join(names)}"] if names else []
 
 
-def refuse_uncut(outline: Outline, files: Files) -> None:
-    """Refuse sharded composite tensors of which each rank has stored a part of its own kind: they are no whole tensor.
-
-    Args:
-        outline: What is converted.
-        files: The storage seam.
+def refuse_uncut(outline: Outline) -> None:
+    """Refuse sharded composite tensors with a component that each rank has stored for itself: they are no whole tensor.
 
     Raises:
-        PerRankUnavailableError: Each rank has stored its own component, or another class or context; names the tensor.
-        CorruptCheckpointError, OSError: The objects cannot be read.
+        PerRankUnavailableError: There is one; names it.
     """
-    contents = outline.contents
-    described = functools.cache(lambda rank: _composites_of(contents, rank, files))
     for path, node in composite_nodes(outline.tree):
         if not _is_sharded(outline.objects[node[2]]):
             continue
-        found = [(fqn_of(at), outline.tensors[leaf[1]]) for at, leaf in leaves(node, path)]
-        own = [fqn for fqn, tensor in found if split_per_rank_name(tensor.fqn)]
-        ranks = sorted({rank for _, tensor in found if isinstance(tensor, SavedTensor) for rank, _ in tensor.chunks})
-        names = {fqn.removeprefix(fqn_of(path)): tensor.fqn for fqn, tensor in found}
-        saved_as = next(iter(names.values())).removesuffix(next(iter(names)))  # before it was renamed
-        if own or len({described(rank).get(saved_as) for rank in ranks}) > 1:
-            what = f"each has stored its own {own[0]!r}" if own else "they have stored different classes or contexts"
+        own = [fqn_of(at) for at, leaf in leaves(node, path) if split_per_rank_name(outline.tensors[leaf[1]].fqn)]
+        if own:
+            contents = outline.contents
             raise PerRankUnavailableError(
                 f"{contents.path}: {fqn_of(path)!r}, a {node[3]}, was sharded over {len(contents.ranks)} ranks, and "
-                f"{what}, so that there is no whole tensor; leave it out by keys",
+                f"each has stored its own {own[0]!r}, so that there is no whole tensor; leave it out by keys",
                 path=contents.path,
-                keys=own or [fqn_of(path)],
+                keys=own,
                 saved=len(contents.ranks),
                 wanted=1,
             )
-
-
-def _composites_of(contents: Contents, rank: int, files: Files) -> dict[str, tuple[Any, ...]]:
-    """Return kind, components and object of each composite tensor of a rank, by FQN."""
-    raw, tree = read_objects(contents, rank, files), contents.ranks[rank].structure.tree
-    return {fqn_of(path): (node[3], node[1][::2], json.dumps(raw[node[2]])) for path, node in composite_nodes(tree)}
 
 
 def _is_sharded(raw: Any) -> bool:

@@ -329,7 +329,7 @@ class Conversion:
             existing, place = self.check_place(path), path
         split: list[str] = []
         whole = outline_of(contents, source_files, keys=self._keys, key_map=self._key_map)
-        refuse_uncut(whole, source_files)
+        refuse_uncut(whole)
         if self._to != "asyncckpt":
             whole, split = without_composites(whole)
         whole, sentences = prepare(whole)

@@ -173,7 +173,7 @@ def composite_mismatch(fqn: str, kind: str, saved: str, wanted: str, path: str) 
     """Return the error for a tensor subclass whose components or context differ from the saved ones."""
     return LeafTypeMismatchError(
         f"{path}: {fqn!r}, a {kind}, was saved with {saved}, the target has {wanted} there; nothing was changed. Make "
-        "the target as it was when it was saved, of a DTensor also its number of ranks",
+        "the target as it was when it was saved",
         path=path,
         fqn=fqn,
         saved=saved,

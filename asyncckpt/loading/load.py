@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from asyncckpt.errors import (
     ReshardError,
     SharedLoadError,
 )
+from asyncckpt.format.names import per_rank_name, split_per_rank_name
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
@@ -39,10 +39,7 @@ from asyncckpt.format.state_tree import (
     Path,
     fqn_of,
     mapping_nodes,
-    members,
 )
-from asyncckpt.format.structure import Box, find_overlap
-from asyncckpt.loading.byte_ranges import Region, chunks_near
 from asyncckpt.loading.fetch import Filler, bump_versions, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
 from asyncckpt.loading.matching import Matches, Replacement, ReshardedMark, match_target
@@ -52,14 +49,12 @@ from asyncckpt.loading.saved_state import (
     NewValues,
     SavedObjects,
     SavedTree,
-    new_composites,
     per_rank_unavailable,
     report_rank_differences,
 )
 from asyncckpt.loading.shared.broadcast import SharedReads
 from asyncckpt.loading.target_tensors import (
     ONE_OBJECT,
-    Filling,
     Reused,
     Tie,
     alias_mismatch,
@@ -185,10 +180,9 @@ def load(
         LeafTypeMismatchError: The saved leaf is an object and the target's a tensor, or the reverse; or one is a leaf
             and the other a container that cannot replace it.
         PerRankUnavailableError: Requested `PerRank` values belong to other ranks; at another world size, all of them
-            do. So do parts of a subclass in a DTensor, if the ranks had unequal classes, contexts or components that
-            were not cut with it, except for the own part of a rank. Leave them out by `keys`, or give the `PerRank` in
-            `state_dict` a `reshard`, for which every rank must have saved a value. At the same world size, a new dict
-            silently lacks those of other ranks.
+            do. So do unequal components of a subclass in a DTensor that were not cut with it. Leave them out by `keys`,
+            or give the `PerRank` in `state_dict` a `reshard`, for which every rank must have saved a value. At the same
+            world size, a new dict silently lacks those of other ranks.
         ReshardError: The `reshard` of a `PerRank` raised, or its result lacks a part of the target.
         AliasMismatchError: Tensors of the target share memory, or two names are one object, and the values saved under
             their names differ.
@@ -455,7 +449,6 @@ class _Load:
         self._refuse_unavailable(report.unavailable)
         refuse_without_memory(matches.without_memory, self._path)
         fillings = [*matches.tensors, *(filling for module in matches.undecided for filling in module.tensors)]
-        reused = [(self._saved.tensors[number], target) for number, target in matches.reused.tensors.items()]
         placements = [*matches.placements, *placements_of(fillings)]
         refuse_read_only(placements, lambda: placement_names(matches.placements, fillings), self._path)
         self._refuse_unequal(matches)
@@ -466,7 +459,7 @@ class _Load:
         self._report_missing(report.missing, selection, present, report.absent_subtrees, is_error=is_error)
         self._report_containers(matches)
         self._report_converted(report.converted)
-        self._report_differences(report.read_leaves.items(), _parts_read(matches, [*fillings, *reused]))
+        self._report_differences(report.read_leaves.items())
         self._report_factories((new.path, new.node) for new in [*matches.replaced, *matches.extended_lists])
         self._filler.check_ties(matches.ties)
 
@@ -609,94 +602,46 @@ class _Load:
         if fqns:
             raise per_rank_unavailable(self._contents, self._saved, self._reader, fqns)
 
-    def _report_differences(self, found: Iterable[tuple[str, Node]], read: ReadParts | None = None) -> None:
-        """Refuse parts that do not make one tensor, and log what may differ between ranks.
-
-        Args:
-            found: FQN and node of the leaves that are read.
-            read: What is read of sharded composite tensors; None: all of them, as a whole.
-        """
+    def _report_differences(self, found: Iterable[tuple[str, Node]]) -> None:
         if not self._saved.is_single_rank:
             found = list(found)
-            self._refuse_unlike_parts(found, read)
+            self._refuse_uncut(found)
             report_rank_differences(self._contents, self._saved, self._objects, self._files, found)
 
-    def _refuse_unlike_parts(self, found: Iterable[tuple[str, Node]], read: ReadParts | None) -> None:
-        """Refuse sharded composite tensors whose parts differ in more than the components that are sharded.
-
-        Ranks may have another class or context, or other components that were not cut with the tensor. Then their parts
-        are no parts of one tensor. A reader with the world size of the save may still get back its own part.
+    def _refuse_uncut(self, found: Iterable[tuple[str, Node]]) -> None:
+        """Refuse sharded composite tensors with a component that was not sharded, and that differs between the ranks.
 
         Raises:
-            PerRankUnavailableError: This rank would get parts of several ranks that are not alike.
+            PerRankUnavailableError: This rank would get another rank's component.
         """
         saved = self._saved
-        wholes = dict.fromkeys(saved.composite_of[fqn] for fqn, _ in found if fqn in saved.composite_of)
-        for fqn, node in wholes:
-            rest = self._object_at(node[2])
-            sharded = rest.get(SHARDED) if isinstance(rest, dict) else None  # `rest_of` checks it
-            if not isinstance(sharded, dict):
+        for fqn, node in found:
+            own = None if node[0] == OBJECT else split_per_rank_name(saved.tensors[node[1]].fqn)
+            if own is None or own[1] == saved.reader_rank or fqn not in saved.composite_of:
                 continue
-            own = saved.object_at(node[2])[0]
-            if read is not None and saved.reader_rank is not None and node not in read.whole:
-                ranks = self._ranks_of_parts(node, sharded, read)
-            else:
-                ranks = {n for n in range(len(self._contents.ranks)) if saved.composite_of_rank(n, fqn) is not None}
-            for rank in sorted(ranks - {own}):
-                what = self._unlike_part(fqn, node, own, rank, sharded)
-                if what is not None:
-                    raise PerRankUnavailableError(
-                        f"{self._path}: {fqn!r}, a {node[3]}, was sharded over {len(self._contents.ranks)} ranks, and "
-                        f"{what} between ranks {own} and {rank}; nothing was changed. Load it with as many ranks as "
-                        "saved it, into tensors that are sharded as they were, or leave it out by keys",
-                        path=self._path,
-                        keys=[fqn],
-                        saved=len(self._contents.ranks),
-                        wanted=self._reader.world_size,
-                    )
-
-    def _ranks_of_parts(self, node: Node, sharded: Collection[Any], read: ReadParts) -> set[int]:
-        """Return the ranks that have stored what is read of the sharded components of a tensor."""
-        ranks = set()
-        for name, inner in members(node):
-            if name in sharded and inner[0] == TENSOR:
-                tensor = self._saved.tensors[inner[1]]
-                for at, sizes in read.boxes.get(tensor.fqn, ()):
-                    region = Region(at, sizes, (1,) * len(at), sizes)
-                    near = chunks_near(tensor.chunks, region, tensor.global_shape)
-                    boxes = ((rank, (chunk.offsets, chunk.sizes)) for rank, chunk in near)
-                    ranks |= {rank for rank, box in boxes if find_overlap([box, (at, sizes)]) is not None}
-        return ranks
-
-    def _unlike_part(self, fqn: str, node: Node, own: int, rank: int, sharded: Collection[Any]) -> str | None:
-        """Return in what the parts of a composite tensor differ that two ranks have stored; None: in nothing."""
-        saved, contents = self._saved, self._contents
-        mine, other = (saved.composite_of_rank(one, fqn) for one in (own, rank))
-        if mine is None or other is None or (mine[3], mine[1][::2]) != (other[3], other[1][::2]):
-            return "its class differs"
-        one, two = (json.dumps(self._objects.raw(r)[n[2]]) for r, n in ((own, mine), (rank, other)))
-        if one != two:
-            return "its context differs"
-        for (name, _), number, again in zip(members(node), mine[1][1::2], other[1][1::2], strict=True):
-            if name in sharded:
+            whole = saved.composite_of[fqn]
+            if SHARDED not in self._object_at(whole[2]):
                 continue
-            tensors = [
-                contents.tensors[contents.ranks[r].structure.tensors[n[1]].fqn]
-                for r, n in ((own, number), (rank, again))
-            ]
-            if tensors[0].fqn != tensors[1].fqn and not self._are_same_tensors(fqn, *tensors):
-                return f"its component {f'{fqn}.{name}'!r} was not cut with it and differs"
-        return None
-
-    def _are_same_tensors(self, fqn: str, one: SavedTensor, other: SavedTensor) -> bool:
-        if (one.dtype, one.global_shape) != (other.dtype, other.global_shape):
-            return False
-        like = torch.empty(one.global_shape, dtype=torch_dtype(one.dtype), device="meta")
-        try:
-            self._filler.check_ties([Tie(fqn, fqn, one, other, [(like, (0,) * len(one.global_shape))])])
-        except AliasMismatchError:
-            return False
-        return True
+            tensor = saved.tensors[node[1]]
+            names = (per_rank_name(own[0], rank) for rank in range(len(self._contents.ranks)))
+            others = [self._contents.tensors[name] for name in names if name in self._contents.tensors]
+            like = torch.empty(tensor.global_shape, dtype=torch_dtype(tensor.dtype), device="meta")
+            part = (like, (0,) * len(tensor.global_shape))
+            try:
+                if any((one.dtype, one.global_shape) != (tensor.dtype, tensor.global_shape) for one in others):
+                    raise alias_mismatch(fqn, fqn, self._path, ONE_OBJECT, "nothing was changed")
+                self._filler.check_ties([Tie(fqn, fqn, tensor, one, [part]) for one in others])
+            except AliasMismatchError:
+                raise PerRankUnavailableError(
+                    f"{self._path}: {saved.fqn_of_node(whole)!r}, a {whole[3]}, was sharded over "
+                    f"{len(self._contents.ranks)} ranks, and its component {fqn!r} was not cut with it and differs "
+                    "between them; nothing was changed. Load it with as many ranks as saved it, or leave it out "
+                    "by keys",
+                    path=self._path,
+                    keys=[fqn],
+                    saved=len(self._contents.ranks),
+                    wanted=self._reader.world_size,
+                ) from None
 
     def _report_missing(
         self,
@@ -784,26 +729,6 @@ class _Load:
             _logger.warning(
                 "%s: %d tensors are converted to the dtype of their target, first %s", self._path, len(names), names[0]
             )
-
-
-class ReadParts(NamedTuple):
-    """What a load into a target reads of sharded composite tensors.
-
-    Attributes:
-        boxes: By stored name of a component, the boxes that are read.
-        whole: Nodes of the tensors that are read as a whole.
-    """
-
-    boxes: dict[str, list[Box]]
-    whole: set[Node]
-
-
-def _parts_read(matches: Matches, fillings: Iterable[Filling]) -> ReadParts:
-    boxes: dict[str, list[Box]] = {}
-    for saved, target in fillings:
-        boxes.setdefault(saved.fqn, []).extend((at, tuple(part.shape)) for part, at in target.shards)
-    nodes = (new.node for new in [*matches.replaced, *matches.extended_lists])
-    return ReadParts(boxes, {one for node in nodes for _, one in new_composites(node, matches.reused)})
 
 
 def _fill_by_result(targets: Targets, parts: ResultParts) -> None:

@@ -64,7 +64,6 @@ from asyncckpt.loading.target_tensors import (
 )
 from asyncckpt.loading.targets import Targets, is_empty_object, is_loadable, reusable_state_tensors, unwrap_per_rank
 from asyncckpt.per_rank import PerRank
-from asyncckpt.sharding.registry import is_dtensor
 from asyncckpt.state_dict.composite_tensors import decompose, new_dtensor_like
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, Flattened, flatten
 from asyncckpt.state_dict.leaf_codecs import is_same_leaf
@@ -422,8 +421,6 @@ class _Matcher:
             self._match_composite(leaf, saved_fqn)
             return
         found = self._saved.leaves.get(saved_fqn)
-        if found is None and node[0] == TENSOR and self._match_empty_part(leaf, saved_fqn):
-            return
         if found is None:
             self._match_container(leaf, value, saved_fqn)
             return
@@ -746,54 +743,26 @@ class _Matcher:
             self._match_tensor(TargetLeaf((*path, *one.path), f"{fqn}.{fqn_of(one.path)}", *one[2:]), number)
         self._record_filled(leaf)
 
-    def _match_empty_part(self, leaf: TargetLeaf, saved_fqn: str) -> bool:
-        """Match a DTensor with a sharded composite tensor, if this process holds no elements of it: it stays as it is.
-
-        It may be plain on this rank, and of the saved class on those that hold elements.
-        """
-        entry, value = self._saved.node_at(saved_fqn, leaf.path), unwrap_per_rank(leaf.holder[leaf.key])
-        if entry is None or entry[1][0] != COMPOSITE or not is_dtensor(value):
-            return False
-        at, found = entry
-        target, rest = target_tensor(value, leaf.fqn), self._rest_of(found)
-        if 0 in target.global_shape or any(part.numel() for part, _ in target.shards):
-            return False
-        if rest.get(SHARDED) is None or rest["size"] != list(target.global_shape):
-            return False
-        self._record_read(found, at)
-        self._record_filled(leaf)
-        return True
-
-    def _rest_of(self, node: Node) -> dict[str, Any]:
-        return rest_of(node, self._objects.value(*self._saved.object_at(node[2])), self._saved, self._path)
-
     def _fits(self, node: Node, rests: Sequence[Any], found: Node) -> bool:
         return node[3] not in TENSOR_KINDS and self._composite_mismatch("", node, rests, found) is None
 
-    def _composite_like(
-        self, parameter: torch.Tensor, node: Node, tensors: Mapping[int, TargetTensor]
-    ) -> torch.Tensor | None:
-        """Return a new tensor for the saved composite `node`, sharded like a parameter; None: it was not sharded.
-
-        Args:
-            parameter: The parameter.
-            node: The saved node.
-            tensors: By saved tensor number, existing tensors: a component of several tensors is one tensor.
+    def _composite_like(self, parameter: torch.Tensor, node: Node) -> torch.Tensor | None:
+        """Return a new composite tensor for the saved `node`, sharded like a parameter; None: it was not sharded.
 
         Raises:
             UnsupportedLeafError: Its type is not registered, or it cannot be sharded like the parameter.
         """
-        saved, rest = self._saved, self._rest_of(node)
+        saved = self._saved
+        rest = rest_of(node, self._objects.value(*saved.object_at(node[2])), saved, self._path)
         if node[3] in TENSOR_KINDS or rest.get(SHARDED) is None:
             return None
         refuse_unknown_types(node, rest, saved, self._path, self._objects.type_of)
-        found = [(str(name), inner[1], saved.tensors[inner[1]]) for name, inner in members(node)]
-        forms = {name: (tensor.global_shape, torch_dtype(tensor.dtype)) for name, _, tensor in found}
-        known = {name: part for name, n, _ in found if n in tensors for part, _ in tensors[n].shards}
+        tensors = ((str(name), saved.tensors[inner[1]]) for name, inner in members(node))
+        forms = {name: (tensor.global_shape, torch_dtype(tensor.dtype)) for name, tensor in tensors}
         try:
             if rest["size"] != list(parameter.shape):
                 raise ValueError(f"it was saved with shape {rest['size']}, the parameter has {list(parameter.shape)}")
-            return new_dtensor_like(parameter, node[3], rest, forms, known, self._objects.type_of)
+            return new_dtensor_like(parameter, node[3], rest, forms, self._objects.type_of)
         except Exception as error:  # whatever torch, or the class, raises
             fqn = saved.fqn_of_node(node)
             raise UnsupportedLeafError(
@@ -820,7 +789,7 @@ class _Matcher:
         names, own_names = (", ".join(map(str, one[1][::2])) for one in (found, node))
         if is_subclass and names != own_names:
             return composite_mismatch(fqn, node[3], f"the components {names}", own_names, self._path)
-        saved = self._rest_of(found)
+        saved = rest_of(found, self._objects.value(*self._saved.object_at(found[2])), self._saved, self._path)
         size, wanted = saved.get("size"), rest.get("size")
         if size != wanted and type(size) is type(wanted) is list:  # jagged tensors have no size
             return ShapeMismatchError(

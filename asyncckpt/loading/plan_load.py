@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
-from asyncckpt.format.state_tree import LIST, OBJECT, fqn_of, leaves
+from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.byte_ranges import Placement, SavedBox, box_of, needed_nbytes
 from asyncckpt.loading.key_selection import KeyMap, Selection
 from asyncckpt.loading.load import LoadOptions
 from asyncckpt.loading.matching import Mismatch, Replacement, match_target
 from asyncckpt.loading.read_source import read_from_source
-from asyncckpt.loading.saved_state import SavedObjects, SavedTree, leaves_to_read, new_composites
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, new_composites
 from asyncckpt.loading.target_tensors import Reused, find_aliased, placement_names, placements_of
 from asyncckpt.state_dict.composite_tensors import unknown_type
 from asyncckpt.storage.contents import Contents, SavedTensor
@@ -122,8 +122,7 @@ def plan_load(
     mismatched += _unregistered(replaced, saved, objects, matches.reused)
     taken = {*report.read_leaves, *(leaf.fqn for leaf in mismatched)}
     taken.update(fqn_of((one.saved_fqn, *at)) for one in matches.resharded for at, _ in leaves(one.nodes[0]))
-    read = (leaf for one in replaced for leaf in leaves_to_read((LIST, (one.node,)), matches.reused))
-    new = [leaf[1] for leaf in read if leaf[0] != OBJECT]
+    new = [node[1] for one in replaced for _, node in leaves(one.node) if node[0] != OBJECT]
     of_ranks = [leaf for one in matches.resharded for node in one.nodes for _, leaf in leaves(node)]
     boxes = [_whole_box(saved.tensors[n]) for n in new if n not in matches.reused.tensors]
     boxes += [_whole_box(saved.tensors[leaf[1]]) for leaf in of_ranks if leaf[0] != OBJECT]

@@ -41,13 +41,11 @@ from asyncckpt.format.state_tree import (
     ORDERED_DICT,
     PER_RANK,
     SEQUENCES,
-    SHARDED,
     TENSOR,
     TENSOR_KINDS,
     Key,
     Node,
     Path,
-    common_leaves,
     composite_nodes,
     fqn_of,
     leaves,
@@ -56,20 +54,12 @@ from asyncckpt.format.state_tree import (
     per_rank_nodes,
     whole_leaves,
 )
-from asyncckpt.format.structure import Structure
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
 from asyncckpt.loading.fetch import tensor_for
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
 from asyncckpt.loading.target_tensors import Filling, Reused, target_tensor
 from asyncckpt.loading.tensor_writers import MapLocation, device_of, relocated
-from asyncckpt.state_dict.composite_tensors import (
-    TypeOf,
-    check_rest,
-    decompose,
-    how_to_register,
-    registered_type,
-    unknown_type,
-)
+from asyncckpt.state_dict.composite_tensors import TypeOf, check_rest, how_to_register, registered_type, unknown_type
 from asyncckpt.state_dict.flatten import object_fqn
 from asyncckpt.state_dict.leaf_codecs import decode_leaf
 from asyncckpt.state_dict.pickling import importable_type, unpickle
@@ -111,7 +101,6 @@ class SavedTree:
         self._first_objects: list[int] = []
         self._per_rank_names: dict[str, None] = {}
         self.unlike: set[str] = set()
-        self._composites_of_ranks: dict[int, dict[str, Node]] = {}
         self._namesakes: dict[str, dict[Path, Node]] = {}
         """FQN -> nodes at further paths that have this FQN. IMPORTANT: filled when `_nodes` is first read."""
 
@@ -130,7 +119,7 @@ class SavedTree:
                 continue
             known.add(structure.tree)
             seen: Node | None = structure.tree
-            if rank or not self._has_common_numbers(structure):
+            if rank or any(per_rank_nodes(structure.tree)):  # else it has the common numbers
                 view = self._view(rank, own=rank == self.reader_rank)
                 seen = view.renumbered(structure.tree, ())
                 self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))
@@ -142,12 +131,6 @@ class SavedTree:
         self.tree: Node = joined or (DICT, ())
         absent = (fqn for fqn in empty if _node_at(self.tree, fqn) in (None, OTHER_RANKS_ONLY))
         self._per_rank_names.update(dict.fromkeys(absent))
-
-    def _has_common_numbers(self, first: Structure) -> bool:
-        """Whether the numbers in the tree of the first rank are those of `tensors`, and nothing in it is its own."""
-        names = first.tensors
-        is_whole = not names or self._numbers.get(names[-1].fqn) == len(names) - 1  # else `tensors` lacks one of them
-        return is_whole and not any(per_rank_nodes(first.tree))
 
     def _join(self, first: Node, other: Node, path: Path) -> Node:
         """Return `first` with what only `other` has.
@@ -175,27 +158,7 @@ class SavedTree:
 
     def _view(self, rank: int, *, own: bool) -> _RankView:
         entries = self._contents.ranks[rank].structure.tensors
-
-        def tensor_at(kind: str, number: int, path: Path) -> Node | None:
-            found = self._numbers.get(entries[number].fqn)
-            return self._composites.get(path) if found is None else (kind, found)
-
-        return _RankView(tensor_at, self._first_objects[rank], own=own)
-
-    @cached_property
-    def _composites(self) -> dict[Path, Node]:
-        """By path, what the first rank has that stored a tensor as its components there.
-
-        It takes the place of a tensor of which no rank has stored elements (`storage.contents.join`).
-        """
-        found: dict[Path, Node] = {}
-        for rank, part in enumerate(self._contents.ranks):
-            for path, node in common_leaves(part.structure.tree):
-                if node[0] == COMPOSITE and path not in found:
-                    seen = self._view(rank, own=False).renumbered(node, path)
-                    assert seen is not None
-                    found[path] = seen
-        return found
+        return _RankView(lambda n: self._numbers[entries[n].fqn], self._first_objects[rank], own=own)
 
     def nodes_of_ranks(self, fqn: str) -> list[Node] | None:
         """Return what each saving rank has saved under `fqn`, by rank, with its `PerRank` values.
@@ -295,17 +258,10 @@ class SavedTree:
         return {name for fqn in self.other_ranks_only for name in (fqn, *prefixes(fqn))}
 
     @cached_property
-    def composite_of(self) -> dict[str, tuple[str, Node]]:
-        """FQN and node of the composite tensor that each component belongs to, by FQN of the component."""
+    def composite_of(self) -> dict[str, Node]:
+        """Node of the composite tensor that each component belongs to, by FQN of the component."""
         found = composite_nodes(self.tree)
-        return {fqn_of(leaf): (fqn_of(path), node) for path, node in found for leaf, _ in leaves(node, path)}
-
-    def composite_of_rank(self, rank: int, fqn: str) -> Node | None:
-        """Return the node of a composite tensor with the numbers of one rank; None: that rank has none there."""
-        if rank not in self._composites_of_ranks:
-            tree = self._contents.ranks[rank].structure.tree
-            self._composites_of_ranks[rank] = {fqn_of(path): node for path, node in composite_nodes(tree)}
-        return self._composites_of_ranks[rank].get(fqn)
+        return {fqn_of(leaf): node for path, node in found for leaf, _ in leaves(node, path)}
 
     def fqn_of_node(self, node: Node) -> str:
         """Return the first FQN of a node of the tree, for messages."""
@@ -383,7 +339,7 @@ class _RankView:
     """One rank's tree under the numbering of all ranks.
 
     Args:
-        tensor_at: (kind of a leaf, number of the rank's tensor, path) -> the node to put there; None: there is none.
+        tensor_number: Returns the common number of the rank's tensor of a number.
         first_object: Common number of the rank's object 0.
         own: Whether it is the reader's own rank.
 
@@ -392,8 +348,8 @@ class _RankView:
         empty_of_other_ranks: FQNs of its `PerRank` values that hold no leaf, unless it is the reader's own rank.
     """
 
-    def __init__(self, tensor_at: Callable[[str, int, Path], Node | None], first_object: int, *, own: bool) -> None:
-        self._tensor_at, self._first_object, self._own = tensor_at, first_object, own
+    def __init__(self, tensor_number: Callable[[int], int], first_object: int, *, own: bool) -> None:
+        self._tensor_number, self._first_object, self._own = tensor_number, first_object, own
         self.other_ranks_only: list[str] = []
         self.empty_of_other_ranks: list[str] = []
 
@@ -401,7 +357,7 @@ class _RankView:
         """Return `node` with common numbers; None if it holds only leaves that belong to another rank."""
         kind = node[0]
         if kind in (TENSOR, ARRAY, BYTES):
-            return self._tensor_at(kind, node[1], path)
+            return (kind, self._tensor_number(node[1]))
         if kind == OBJECT:
             return (kind, node[1] + self._first_object)
         if kind == PER_RANK:
@@ -677,17 +633,6 @@ def new_composites(node: Node, reused: Reused, path: Path = ()) -> Iterator[tupl
             yield from new_composites(child, reused, (*path, key))
 
 
-def leaves_to_read(node: Node, reused: Reused) -> Iterator[Node]:
-    """Yield the leaves below `node`, a container, without those of a tensor of which this process holds no elements."""
-    if node[0] == COMPOSITE and node in reused.composites and decompose(reused.composites[node]) is None:
-        return
-    for _, child in members(node):
-        if child[0] in CONTAINERS:
-            yield from leaves_to_read(child, reused)
-        else:
-            yield child
-
-
 def refuse_unknown_types(node: Node, rest: dict[str, Any], saved: SavedTree, path: str, type_of: TypeOf) -> None:
     """Refuse to make a composite tensor of a class that is not registered.
 
@@ -744,7 +689,7 @@ class NewValues:
         for node in nodes:
             if node[0] in CONTAINERS:
                 containers.append(node)
-                self.leaves.update(leaves_to_read(node, reused))
+                self.leaves.update(leaf for _, leaf in leaves(node))
                 self.leaves.update((OBJECT, number) for number in _numbers_in_containers(node))
             else:
                 self.leaves.add(node)
@@ -783,10 +728,6 @@ class NewValues:
             if error.node[3] in TENSOR_KINDS:
                 raise CorruptCheckpointError(text, path=self._path, fqn=fqn, detail=str(error)) from error.__cause__
             kind = str(error.node[3])
-            if SHARDED in self._objects[error.node[2]]:
-                text += (
-                    ". It was sharded: load it with as many ranks as saved it, into tensors that are sharded as it was"
-                )
             raise StateLoadError(text, path=self._path, fqn=fqn, type_name=kind, detail=str(error)) from error.__cause__
 
 

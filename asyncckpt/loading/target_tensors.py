@@ -75,8 +75,7 @@ class Reused(NamedTuple):
 
     Attributes:
         tensors: By saved tensor number.
-        composites: By saved node, tensors whose components are all in `tensors`; or a DTensor of which this process
-            holds no elements, so that nothing is read into it.
+        composites: By saved node, tensors whose components are all in `tensors`.
     """
 
     tensors: dict[int, TargetTensor]

@@ -443,9 +443,9 @@ Fits = Callable[[Node, Sequence[Any], Node], bool]
 """(node of a composite tensor, the objects of its flattened state, a saved node) -> whether it holds what was saved."""
 
 
-MakeLike = Callable[[torch.Tensor, Node, Mapping[int, TargetTensor]], "torch.Tensor | None"]
-"""(a sharded parameter, a saved node, tensors that are filled by number) -> a new tensor that is sharded like the
-parameter; None: the saved one is not sharded."""
+MakeLike = Callable[[torch.Tensor, Node], "torch.Tensor | None"]
+"""(a sharded parameter, a saved node) -> a new composite tensor that is sharded like the parameter; None: the saved one
+is not sharded."""
 
 
 def reusable_state_tensors(
@@ -478,8 +478,8 @@ def reusable_state_tensors(
         flat = flatten(state, is_target=True)
         found = [(path, one, _value_at(state, path)) for path, one in whole_leaves(flat.tree) if one[0] in _TENSORS]
         own = _unaliased_tensors(holder, found)
-    except Exception:  # raised by the optimizer's code, or its state cannot be filled; it gets a new state
-        own = {}
+    except Exception:  # raised by the optimizer's code; it gets a new state
+        return reused
     parameters = [p for group in holder.param_groups for p in group["params"]]
     for path, one in whole_leaves(node):
         mine, value = own.get(path, (None, None))
@@ -488,10 +488,9 @@ def reusable_state_tensors(
             is_alike = mine is not None and mine[0] == COMPOSITE and fits(mine, flat.objects, one)
             if is_alike and _reuse_composite(reused, one, value, saved):
                 continue
-            made = None if parameter is None else make_like(parameter, one, reused.tensors)
+            made = None if parameter is None else make_like(parameter, one)
             if made is not None:
-                is_filled = _reuse_composite(reused, one, made, saved)
-                assert is_filled  # `make_like` has checked that
+                _reuse_composite(reused, one, made, saved)
         elif mine is not None and mine[0] == one[0] == TENSOR:
             target = target_tensor(value, "")
             if target.takes(saved[one[1]]):
@@ -516,29 +515,19 @@ _TENSORS = (TENSOR, COMPOSITE)
 
 def _reuse_composite(reused: Reused, node: Node, value: Any, saved: Sequence[SavedTensor]) -> bool:
     """Return whether the existing `value` is filled with what was saved as `node`, and record it."""
-    found: dict[int, TargetTensor] = {}
-    for number, tensor in _component_numbers(node, value):
-        target = target_tensor(tensor, "")
-        known = reused.tensors.get(number) or found.get(number)
-        if not target.takes(saved[number]) or (known is not None and not _are_one(target, known)):
-            return False
-        found[number] = target
+    found = [(number, target_tensor(tensor, "")) for number, tensor in _component_numbers(node, value)]
+    if len({number for number, _ in found} - reused.tensors.keys()) != len(found):
+        return False
+    if not all(target.takes(saved[number]) for number, target in found):
+        return False
     reused.tensors.update(found)
     reused.composites[node] = value
     return True
 
 
-def _are_one(target: TargetTensor, other: TargetTensor) -> bool:
-    """Whether two targets fill the same memory with the same elements."""
-    pairs = [[(part.data_ptr(), part.shape, part.stride(), at) for part, at in one.shards] for one in (target, other)]
-    return pairs[0] == pairs[1]
-
-
 def _component_numbers(node: Node, value: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the numbers of the saved components, and those of `value`; none if it is a plain one without elements."""
     described = decompose(value)
-    if described is None:
-        return
+    assert described is not None
     for name, child in members(node):
         if child[0] == COMPOSITE:
             yield from _component_numbers(child, described.tensors[str(name)])

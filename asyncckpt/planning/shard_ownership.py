@@ -371,7 +371,7 @@ def resolve_sharding(
         world_size: Number of ranks of the checkpointer.
 
     Returns:
-        None if not all ranks with elements on its mesh have reported it; an error if ranks contradict each other.
+        None if not all ranks of its mesh have reported it; an error if ranks contradict each other.
     """
     first = reports[0].claim
     for _, claim in reports[1:]:
@@ -387,18 +387,12 @@ def resolve_sharding(
         distinct = list(dict.fromkeys(grids))
         reporters = reports[0].ranks if len(reports) == 1 else tuple({r for ranks, _ in reports for r in ranks})
         members = set(reporters)
-        if not all(members.issuperset(grid.ranks) or _lacks_only_empty(grid, members, first) for grid in distinct):
+        if not all(members.issuperset(grid.ranks) for grid in distinct):
             return None
         joined = distinct[0] if len(distinct) == 1 else _joined(tuple(distinct))
         if joined is not None:
             return MeshSharding(joined, first.shape, itemsize)
     return _box_sharding(reports, itemsize)
-
-
-def _lacks_only_empty(grid: Grid, members: Collection[int], claim: ShardClaim) -> bool:
-    """Whether the ranks of a grid that are not in `members` hold no elements. They may hold a plain tensor instead."""
-    held = nbytes_by_position(grid, claim.shape, 1)
-    return not any(n for rank, n in zip(grid.ranks, held, strict=True) if rank not in members)
 
 
 @functools.lru_cache(256)

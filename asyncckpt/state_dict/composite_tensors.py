@@ -202,7 +202,7 @@ def _of_dtensor(value: Any) -> Composite | None:
         return None
     if found.kind in TENSOR_KINDS or any(decompose(tensor) is not None for tensor in found.tensors.values()):
         raise _refused(value, f"its local tensor is a {found.kind}; only subclasses of plain tensors are stored there")
-    sharded = sharded_components(value, local, found.tensors, repr(found.rest["context"]), _slice_of)
+    sharded = sharded_components(value, local, found.tensors, _slice_of)
     rest = {**found.rest, "size": list(value.shape), "stride": list(value.stride())}
     rest[SHARDED] = {name: dict(component.dims) for name, component in sharded.items()}
     return Composite(found.kind, {**found.tensors, **sharded}, rest, found.types)
@@ -212,18 +212,13 @@ Form = tuple[tuple[int, ...], torch.dtype]
 """(global shape, dtype) of a component."""
 
 
-def new_dtensor_like(
-    parameter: Any, kind: str, rest: Any, forms: Mapping[str, Form], known: Mapping[str, torch.Tensor], type_of: TypeOf
-) -> torch.Tensor:
+def new_dtensor_like(parameter: Any, kind: str, rest: Any, forms: Mapping[str, Form], type_of: TypeOf) -> torch.Tensor:
     """Return a new DTensor that is sharded like a parameter, of a saved composite tensor that was sharded.
-
-    If this process holds no elements of the parameter, it is a plain one.
 
     Args:
         parameter: A DTensor of the same shape.
         kind, rest: As in `Composite`; `rest` as decoded. All `needed_types` are known.
         forms: The forms of the components by name.
-        known: Components by name that exist already, since they are those of another tensor too.
         type_of: As for `compose`.
 
     Raises:
@@ -232,9 +227,6 @@ def new_dtensor_like(
     """
     position = mesh_position_of(parameter._spec)
     shape, local = tuple(parameter.shape), parameter._local_tensor
-    if not local.numel():
-        with torch.no_grad():
-            return torch.empty_like(parameter, requires_grad=False)
     boxes = () if position.coordinate is None else position.grid.boxes(shape, position.coordinate)
     if len(boxes) != 1:
         raise ValueError("this rank does not hold one box of it")
@@ -245,9 +237,7 @@ def new_dtensor_like(
             sizes[e], left = divmod(global_shape[e] * boxes[0][1][d], shape[d])
             if left:
                 raise ValueError(f"its component {name} of shape {list(global_shape)} cannot be cut like it")
-        tensors[name] = known[name] if name in known else torch.empty(sizes, dtype=dtype, device=local.device)
-        if (list(tensors[name].shape), tensors[name].dtype) != (sizes, dtype):
-            raise ValueError(f"its component {name} is one tensor with another one, which is sharded otherwise")
+        tensors[name] = torch.empty(sizes, dtype=dtype, device=local.device)
     own = {**rest, "size": list(boxes[0][1]), "stride": list(local.stride())}
     made: Any = compose(kind, tensors, own, type_of)
     found: torch.Tensor = type(parameter.data).from_local(
@@ -260,12 +250,9 @@ def new_dtensor_like(
     )
     described = _of_dtensor(found)
     for name, part in described.tensors.items() if described is not None else ():
-        whole = part.found if isinstance(part, ShardedComponent) else None
-        if tuple(part.shape if whole is None else whole.global_shape) != forms[name][0]:  # too small to be sliced
+        found_shape = tuple(part.found.global_shape if isinstance(part, ShardedComponent) else part.shape)
+        if found_shape != forms[name][0]:  # the class has no slice of so small a part
             raise ValueError(f"the place of this rank's part of its component {name} in the whole is unknown")
-        mine: torch.Tensor = part if whole is None else whole.shards[0].tensor
-        if name in known and mine.data_ptr() != known[name].data_ptr():
-            raise ValueError(f"its component {name} is one tensor with another one, and the class has copied it")
     return found
 
 

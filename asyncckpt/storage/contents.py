@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksums import file_checksum
-from asyncckpt.format.coverage import located_fault, without_empty_parts
+from asyncckpt.format.coverage import located_fault
 from asyncckpt.format.index import MAX_INDEX_NBYTES, RankIndex, ShardRecord, decode_index
 from asyncckpt.format.manifest import Manifest, RankRecord
 from asyncckpt.format.names import is_reserved, split_per_rank_name
@@ -172,7 +172,7 @@ class Contents:
         path: Its directory.
         manifest: Its manifest; for another format one that was made from the files.
         ranks: Index and structure of each rank, in order.
-        tensors: The tensors by FQN, in the order of the ranks and their structures; see `join`.
+        tensors: The tensors by FQN, in the order of the ranks and their structures.
         source: For a checkpoint of another format, how to read it; else None.
     """
 
@@ -283,9 +283,7 @@ def _read_rank(path: str, manifest: Manifest, record: RankRecord, files: Files) 
 
 
 def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
-    """Return the tensors of all ranks by FQN, without those of which no rank has stored elements.
-
-    See `without_empty_parts`: other ranks have stored these as components.
+    """Return the tensors of all ranks by FQN.
 
     Args:
         path: The checkpoint's directory, for messages.
@@ -319,20 +317,13 @@ def join(path: str, ranks: tuple[RankContents, ...]) -> dict[str, SavedTensor]:
     tensors = {
         fqn: SavedTensor(fqn, known.dtype, known.global_shape, tuple(found[fqn])) for fqn, known in first.items()
     }
-    faults = []
     for fqn, _, shape, placed in tensors.values():
         if len(placed) == 1 and placed[0][1].sizes == shape:
             continue  # the usual case
         boxes = [(chunk.offsets, chunk.sizes) for _, chunk in placed]
         fault = located_fault(shape, boxes, [rank for rank, _ in placed])
-        if fault and placed:
-            raise _corrupt_tensor(path, fqn, fault)
         if fault:
-            faults.append((fqn, fault))
-    for fqn, fault in without_empty_parts(faults, [contents.structure for contents in ranks]):
-        raise _corrupt_tensor(path, fqn, fault)
-    for fqn, _ in faults:
-        del tensors[fqn]
+            raise _corrupt_tensor(path, fqn, fault)
     return tensors
 
 

@@ -21,10 +21,9 @@ from asyncckpt.errors import (
     ReplicaMismatchError,
     SaveFailedError,
 )
-from asyncckpt.format.coverage import Tally, seed_of, tally_of, uncovered, without_empty_parts
+from asyncckpt.format.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.format.manifest import RankRecord
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.structure import decode_structure
 from asyncckpt.planning.planner import contribution_of
 from asyncckpt.planning.replica_checks import sample_digests
 from asyncckpt.protocol.request import SaveRequest
@@ -221,10 +220,7 @@ def _write_all(
     differing = unequal({rank: decode_samples(found["samples"]) for rank, found in enumerate(written)})
     results = [_result_of(found["result"]) for found in written]
     tallies = [result.tally for result in results if result.tally is not None]
-    structures = [found["structure"] for found in written]
-    holes = uncovered(structures, tallies, seed=seed_of(save_id))
-    if holes:
-        holes = without_empty_parts(holes, [decode_structure(data) for data in structures])
+    holes = uncovered([found["structure"] for found in written], tallies, seed=seed_of(save_id))
     if differing or holes:  # all ranks have found the same, and store these per rank, so that the next save works
         whole = {found[0] for found in differing if not BOX.search(found[0])}
         steps.ranks.store_per_rank(sorted(whole | {found[0] for found in holes}))

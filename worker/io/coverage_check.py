@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from asyncckpt.basics.gc_control import gc_paused
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.format.coverage import Tally, seed_of, tally_of, uncovered, without_empty_parts
+from asyncckpt.format.coverage import Tally, seed_of, tally_of, uncovered
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.structure import decode_structure
 from asyncckpt.memory.heap import LARGE_NBYTES, trim_heap
@@ -102,10 +102,7 @@ class Prover:
                 self._proved[key] = None
                 for old in list(self._proved)[:-MAX_PROOFS]:
                     del self._proved[old]
-            return []
-        # IMPORTANT: not remembered. This depends on the trees, of which the tallies say nothing.
-        with gc_paused():
-            return without_empty_parts(faults, [decode_structure(data) for data in known])
+        return faults
 
 
 def coverage_error(request: SaveRequest, faults: Sequence[tuple[str, str]]) -> SaveFailedError:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import struct
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -27,10 +25,9 @@ from asyncckpt.format.coverage import (
     tally_of,
     tensors_with_wrong_sums,
     uncovered,
-    without_empty_parts,
 )
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.structure import Box, Chunk, Structure, TensorEntry, encode_structure
+from asyncckpt.format.structure import Box
 
 SEED = seed_of(SaveId(1, 0, "0123456789ab"))
 
@@ -262,52 +259,3 @@ def test_what_is_no_structure_is_corrupt(junk: bytes) -> None:
 def test_boxes_that_cannot_be_are_corrupt(box: Any) -> None:
     with pytest.raises(CorruptCheckpointError):
         uncovered([raw(("w", "int8", (1, 1)[: len(box[1])], [(box[0], box[1])]))])
-
-
-def _held(leaf: Any, *tensors: tuple[str, tuple[int, ...], bool], key: str = "w") -> Structure:
-    """Return the structure of a rank: one leaf, and (name, shape, whether the rank stores it whole) of its tensors."""
-    entries, at = [], 0
-    for fqn, shape, is_stored in tensors:
-        nbytes = 4 * math.prod(shape)
-        chunks = (Chunk(0, at, nbytes, (0,) * len(shape), shape),) if is_stored else ()
-        entries.append(TensorEntry(fqn, "float32", shape, chunks))
-        at += nbytes * is_stored
-    return Structure(tree=("d", (key, leaf)), tensors=tuple(entries), n_objects=1, part_nbytes=(at,))
-
-
-PARTS = ("s", ("codes", ("T", 0), "scale", ("T", 1)), 0, "a.Class")
-HELD = _held(PARTS, ("w.codes", (4, 4), True), ("w.scale", (4,), True))
-EMPTY = _held(("T", 0), ("w", (4, 4), False))
-
-
-def _left(*structures: Structure) -> list[tuple[str, str]]:
-    return without_empty_parts(uncovered(list(map(encode_structure, structures))), structures)
-
-
-def test_a_tensor_that_no_rank_stores_is_no_fault_where_others_have_stored_its_components() -> None:
-    assert _left(HELD, EMPTY) == _left(EMPTY, HELD, EMPTY) == []
-
-
-def test_it_is_a_fault_without_them() -> None:
-    as_dict = replace(HELD, tree=("d", ("w", ("d", PARTS[1]))))
-    elsewhere = replace(HELD, tree=("d", ("v", PARTS)))
-    own = replace(HELD, tree=("d", ("w", ("r", PARTS))))
-    two_names = replace(EMPTY, tree=("d", ("w", ("T", 0), "v", ("T", 0))))
-    kind = _held(("s", ("codes", ("T", 0)), 0, "b.Class"), ("w.codes", (4, 4), False))
-    for structures in ((EMPTY,), (as_dict, EMPTY), (elsewhere, EMPTY), (own, EMPTY), (HELD, two_names)):
-        assert [name for name, _ in _left(*structures)] == ["w"], structures
-    assert [name for name, _ in _left(HELD, EMPTY, kind)] == ["w"]
-
-
-def test_components_that_no_rank_stores_are_a_fault() -> None:
-    parts = replace(HELD, tensors=tuple(entry._replace(chunks=()) for entry in HELD.tensors))
-    assert [name for name, _ in _left(parts, EMPTY)] == ["w.codes", "w.scale"]
-    tied = replace(EMPTY, tensors=(EMPTY.tensors[0]._replace(fqn="w.codes", global_shape=(4, 4)),))
-    assert [name for name, _ in _left(parts, tied)] == ["w.codes", "w.scale"]
-
-
-def test_plain_parts_beside_components_are_named_with_the_ranks_and_the_class() -> None:
-    plain = _held(("T", 0), ("w", (4, 4), True))
-    half = replace(plain, tensors=(plain.tensors[0]._replace(global_shape=(8, 4)),))
-    ((name, fault),) = _left(HELD, half, half)
-    assert name == "w" and fault.startswith("its parts are plain tensors on ranks 1, 2, but a.Class on rank 0; ")

@@ -138,7 +138,6 @@ def test_tallies_made_beside_the_ranks_are_all_that_a_commit_adds_up(monkeypatch
     tallies = [Prover().check(request) for request in requests]
     monkeypatch.setattr(coverage_check, "decode_structure", lambda data: pytest.fail("it was decoded again"))
     assert Prover().faults(requests, tallies) == []
-    monkeypatch.undo()
     assert [name for name, _ in Prover().faults([requests[0]] * 2, [tallies[0]] * 2)] == ["w"]
 
 

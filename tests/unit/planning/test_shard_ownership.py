@@ -16,7 +16,6 @@ from asyncckpt.errors import OverlappingShardsError, RanksDisagreeError, Replica
 from asyncckpt.format.coverage import uncovered
 from asyncckpt.planning.planner import PlanCache
 from asyncckpt.planning.shard_ownership import MeshSharding, ShardOwnership
-from asyncckpt.sharding.mesh_layout import Grid
 from asyncckpt.sharding.shard_claims import ShardClaim
 from asyncckpt.state_dict.flatten import flatten
 from tests.bytecodes import bytecodes
@@ -531,15 +530,3 @@ def test_meshes_that_are_joined_are_the_same_one_for_all_tensors() -> None:
     one, other = (ranks.agreement.shards.sharding_of(f"w{n}") for n in (0, 1))
     assert isinstance(one, MeshSharding) and isinstance(other, MeshSharding)
     assert one.grid is other.grid and one.grid.ranks == (0, 1, 2, 3)
-
-
-def test_ranks_without_elements_need_not_report_a_tensor() -> None:
-    claim = ShardClaim("w", "float32", (3, 4), grid_of((2, 2), None, 0), ())  # ranks 0 and 2 hold rows 0 and 1
-    tall = claim._replace(shape=(1, 4))  # ranks 1 and 3 hold nothing
-    for ranks, one, is_known in (((0, 1, 2), claim, False), ((0, 2), tall, True), ((0,), tall, False)):
-        found = ShardOwnership(4).extended([(ranks, (one,))], {})
-        assert isinstance(found.sharding_of("w"), MeshSharding) is is_known
-    apart = [ShardClaim("w", "float32", (1, 4), Grid((2,), ranks, ((0,),)), ()) for ranks in ((0, 1), (2, 3))]
-    found = ShardOwnership(4).extended([((0,), apart[:1]), ((2,), apart[1:])], {})
-    rows = [found.assignment(rank, claim).boxes[0].rows for rank, claim in zip((0, 2), apart, strict=True)]
-    assert sum(n for one in rows for _, n in one) == 4, "they divide its columns, or one of them writes it"
