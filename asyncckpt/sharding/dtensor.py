@@ -98,7 +98,7 @@ Slice = Callable[[torch.Tensor, int, int], "Mapping[str, torch.Tensor] | None"]
 
 
 def sharded_components(
-    value: Any, local: torch.Tensor, components: Mapping[str, torch.Tensor], slice_of: Slice
+    value: Any, local: torch.Tensor, components: Mapping[str, torch.Tensor], context: str, slice_of: Slice
 ) -> dict[str, ShardedComponent]:
     """Return the components of the local tensor of a DTensor that are sharded with it. All others belong to this rank.
 
@@ -110,6 +110,7 @@ def sharded_components(
         value: The DTensor.
         local: Its local tensor.
         components: The components of the local tensor by name.
+        context: Its context as text: with another one, other components may be cut.
         slice_of: Returns the components of a slice of it.
 
     Raises:
@@ -126,7 +127,8 @@ def sharded_components(
     boxes = grid.boxes(shape, position.coordinate)
     if len(boxes) != 1 or boxes[0][1] != sizes:
         raise _wrong_shape(value, local)
-    key = (type(local), shape, position.grid, position.coordinate, tuple((n, c.shape) for n, c in components.items()))
+    shapes = tuple((name, component.shape) for name, component in components.items())
+    key = (type(local), context, shape, position.grid, position.coordinate, shapes)
     places = _component_places.get(key)
     if places is None:
         if len(_component_places) >= MAX_GRIDS:

@@ -202,7 +202,7 @@ def _of_dtensor(value: Any) -> Composite | None:
         return None
     if found.kind in TENSOR_KINDS or any(decompose(tensor) is not None for tensor in found.tensors.values()):
         raise _refused(value, f"its local tensor is a {found.kind}; only subclasses of plain tensors are stored there")
-    sharded = sharded_components(value, local, found.tensors, _slice_of)
+    sharded = sharded_components(value, local, found.tensors, repr(found.rest["context"]), _slice_of)
     rest = {**found.rest, "size": list(value.shape), "stride": list(value.stride())}
     rest[SHARDED] = {name: dict(component.dims) for name, component in sharded.items()}
     return Composite(found.kind, {**found.tensors, **sharded}, rest, found.types)
