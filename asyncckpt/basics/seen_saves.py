@@ -6,7 +6,9 @@ checkpoint came from may not answer when the run's epoch is chosen.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -14,9 +16,10 @@ MAX_SEEN = 16
 """Directories that are remembered. Chosen: more than one process restores from."""
 
 LOOK_S = 3.0
-"""How long a meeting of the ranks waits for what is still being looked at; longer than that takes. Chosen."""
+"""How long `all_seen` waits for looks: longer than they take. Chosen."""
 
 _seen: OrderedDict[str, str] = OrderedDict()
+_to_tell: dict[str, str] = {}
 _looks: set[threading.Event] = set()
 
 
@@ -42,16 +45,28 @@ def newest_seen(*directories: str) -> str:
 
 
 def note_look(ended: threading.Event) -> None:
-    """Let `all_seen` wait for this event: until it is set, something may be recorded that all ranks need."""
+    """Let `all_seen` wait for this event: until it is set, `note_to_tell` may be called."""
     _looks.add(ended)
 
 
-def all_seen() -> dict[str, str]:
-    """Return what was recorded: directory -> ID of the newest save.
+def note_to_tell(directory: str, save_id: str) -> None:
+    """Record what one rank has found out by itself. It counts, here too, once the ranks have told each other."""
+    _to_tell[directory] = save_id
 
-    Blocks: while looks have not ended, at most `LOOK_S` for each.
+
+def all_seen(timeout_s: float = LOOK_S) -> dict[str, str]:
+    """Return what all ranks must know: directory -> ID of the newest save.
+
+    Blocks: while looks have not ended, at most `timeout_s`.
     """
+    deadline = time.monotonic() + timeout_s
     for look in list(_looks):
-        look.wait(LOOK_S)
+        look.wait(max(0.0, deadline - time.monotonic()))
         _looks.discard(look)
-    return dict(_seen)
+    found = dict(_seen)
+    for directory, save_id in _to_tell.items():
+        found[directory] = max(save_id, found.get(directory, ""))
+    return found
+
+
+os.register_at_fork(after_in_child=_looks.clear)

@@ -120,8 +120,10 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
-        with contextlib.suppress(OSError):
+        try:
             say(f"asyncckpt {self._command}: {self.format(record)}", file=sys.stderr)
+        except Exception:
+            self.handleError(record)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from asyncckpt.basics.seen_saves import newest_seen
 from asyncckpt.basics.urls import parent_of
-from asyncckpt.format.names import SaveId
+from asyncckpt.format.names import NO_RUN, SaveId
 
 EPOCH_RETRY_TIMEOUT_S = 1.0
 EPOCH_RETRY_PERIOD_S = 60.0
@@ -72,6 +72,8 @@ class EpochCache:
         seen = newest_seen(parent, mirror_parent)
         least = _next_to(SaveId.parse(seen), run) if seen else 0
         brief = time.monotonic() - self._failed_at < EPOCH_RETRY_PERIOD_S
+        if newest_seen(mirror_parent).endswith(NO_RUN):
+            mirror = ""  # it did not answer, and `least` is above what may be there
         try:
             found = self._ask(path, mirror, run, max(least, known.epoch), brief)
         except Exception:

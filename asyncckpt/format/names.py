@@ -21,6 +21,9 @@ LAYOUTS = (SAFETENSORS, DCP)
 MAX_EPOCH = 999_999
 MAX_SEQUENCE = 99_999_999
 
+NO_RUN = "0" * 12
+"""Stands for the ID of an unknown run."""
+
 _SUFFIXES = {SAFETENSORS: "safetensors", DCP: "distcp"}
 _SAVE_ID = re.compile(r"([0-9]{6})-([0-9]{8})-([0-9a-f]{12})\Z")
 _PER_RANK = re.compile(r"(.*)@rank(0|[1-9][0-9]{0,5})\Z", re.DOTALL)

@@ -7,25 +7,28 @@ import threading
 from collections.abc import Callable
 
 from asyncckpt.basics.process_lifecycle import BackgroundThread
-from asyncckpt.basics.seen_saves import note_look, note_seen
-from asyncckpt.format.names import SaveId
+from asyncckpt.basics.seen_saves import note_look, note_seen, note_to_tell
+from asyncckpt.format.names import NO_RUN, SaveId
 from asyncckpt.storage.catalog import MIRROR_ANSWER_S, epoch_by_hours
 
 _log = logging.getLogger("asyncckpt")
+_probed: set[str] = set()
 
 
-def probe_mirror(root: str, ask: Callable[[], object]) -> None:
+def probe_mirror(root: str, ask: Callable[[], object], *, is_alone: bool) -> None:
     """List a mirror in the background. If it does not answer within `MIRROR_ANSWER_S`, no worker asks it for epochs.
 
-    Then the epochs of this process's runs that save to the mirror are one more than the hours since 1970 at least, and
-    a worker need not know what is there. The ranks tell each other when they meet, for which a meeting waits. This
-    holds until the second full hour from now.
+    Instead, a save of an unknown run is noted as seen there, with the hours since 1970 as its epoch: what this process
+    saves counts as newer. Several ranks tell each other when they meet, for which a meeting waits. While a mirror is
+    being listed it is not listed again.
 
     Args:
         root: The directory or URL below which the mirrors of a run's saves are.
         ask: Lists it.
+        is_alone: Whether there is one rank only.
     """
-
+    if root in _probed:
+        return
     answered, judged = threading.Event(), threading.Event()
 
     def judge() -> None:
@@ -33,7 +36,11 @@ def probe_mirror(root: str, ask: Callable[[], object]) -> None:
             _log.warning(
                 "the mirror %s does not answer; what is there counts as older than what is saved from now on", root
             )
-            note_seen([root], [SaveId(epoch_by_hours(), 0, "0" * 12)])
+            expected = SaveId(epoch_by_hours(), 0, NO_RUN)
+            if is_alone:
+                note_seen([root], [expected])
+            else:
+                note_to_tell(root, expected)
         judged.set()
 
     def wait_for_answer() -> None:
@@ -44,13 +51,18 @@ def probe_mirror(root: str, ask: Callable[[], object]) -> None:
         except Exception as error:
             _log.info("the mirror %s cannot be listed: %s", root, error)
             return
+        finally:
+            _probed.discard(root)
         answered.set()
 
-    note_look(judged)
+    _probed.add(root)
     try:
         BackgroundThread(judge, "asyncckpt-mirror-judge", end=answered.set).start()
         BackgroundThread(wait_for_answer, "asyncckpt-mirror-probe").start()
     except RuntimeError:  # can't start new thread; then the first save asks, as it does without a manager
         answered.set()
-        judged.set()
+        _probed.discard(root)
         _log.warning("no thread can be started that asks the mirror %s whether it answers", root)
+        return
+    if not is_alone:
+        note_look(judged)

@@ -171,6 +171,7 @@ class RootRetention:
         policy: What to keep.
         best_fn: The user's score of a checkpoint's metrics.
         is_leader: Whether this is rank 0.
+        is_alone: Whether there is no other rank.
         lock: On rank 0, the lock that keeps other managers out of the root; None: they may share it.
         dead_after_s: As for `maintenance.retention.prune`.
         mirror: Absolute path or URL of the root's mirror; None: there is none.
@@ -186,6 +187,7 @@ class RootRetention:
         best_fn: Score | None,
         *,
         is_leader: bool,
+        is_alone: bool = True,
         dead_after_s: float,
         lock: RootLock | None = None,
         mirror: str | None = None,
@@ -214,7 +216,8 @@ class RootRetention:
         # IMPORTANT: a thread of its own. A mirror that hangs must not keep the local disk from being freed.
         self._mirror_thread = RetentionThread(self._prune_mirror)
         if self._mirror_store is not None and is_leader:
-            probe_mirror(mirror or "", functools.partial(self._mirror_store.names, mirror or ""))
+            list_mirror = functools.partial(self._mirror_store.names, mirror or "")
+            probe_mirror(mirror or "", list_mirror, is_alone=is_alone)
         self._is_behind = self._is_mirror_behind = False
         self._awaited: list[Future[Any]] = []
 

@@ -220,6 +220,7 @@ class SharedClock:
         with self._changed:
             self._n_restores += 1
             self._decided_until = self._due_step = self._mark = None
+            self._ahead = 1
             self._due.clear()
             early, self._early = self._early, []
             for record in early:

@@ -163,8 +163,9 @@ def to_arguments(options: argparse.Namespace) -> list[str]:
         for value in given if isinstance(given, list) else [given]:
             if value is True:
                 arguments.append(name)
-            elif value is not False and value not in ("", settings.get("default")):
-                arguments.append(f"{name}={_absolute(value) if name in _PATHS else value}")
+            elif isinstance(given, list) or (value is not False and value not in ("", settings.get("default"))):
+                # IMPORTANT: an empty root stays one, which the worker refuses; a variable may be unset.
+                arguments.append(f"{name}={_absolute(value) if value and name in _PATHS else value}")
     return arguments
 
 

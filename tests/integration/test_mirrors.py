@@ -26,7 +26,9 @@ from asyncckpt.errors import CheckpointerClosedError, ConfigError, MirrorError, 
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages
+from asyncckpt.storage.catalog import epoch_by_hours
 from tests import object_proxy, object_servers
+from tests.storage_samples import Snapshot
 
 object_servers.start_runtime()
 
@@ -324,6 +326,20 @@ def test_what_other_runs_have_saved_since_a_manager_was_made_counts(worker: Real
         manager.save(4, STATE).mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
         assert manager.latest_step() == 4
     assert save_id_of(tmp_path / "runs" / "step-00000004").epoch == 4
+
+
+def test_a_run_that_goes_on_from_one_with_the_hours_asks_a_mirror_that_answers(
+    worker: RealWorker, tmp_path: pathlib.Path
+) -> None:
+    mirror, hours = tmp_path / "mirror", epoch_by_hours()
+    for step in (1, 2, 3):
+        with Snapshot({"n": step}, save_id=SaveId(hours + step, 0, f"{step:012d}")) as earlier:
+            earlier.save(str(mirror / f"step-{step:08d}"), step=step)
+    with CheckpointManager(tmp_path / "new disk", mirror=mirror, endpoint=worker.endpoint) as manager:
+        found = manager.restore(step=1, source="disk")
+        assert found is not None
+        manager.save(10, {"n": 10}).mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
+        assert manager.latest_step() == 10
 
 
 def test_a_manager_keeps_what_is_not_mirrored_and_removes_it_afterwards(

@@ -10,7 +10,7 @@ from real_worker import DEADLINE_S, RealWorker, manifest_of, running, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer, CheckpointManager, RankInfo, SyncCheckpointer
-from asyncckpt.basics.seen_saves import newest_seen
+from asyncckpt.basics.seen_saves import all_seen
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.names import SaveId
 from tests import object_proxy
@@ -91,7 +91,7 @@ def saves_once_rank_0_has_no_answer(rank: int, endpoint: str, root: str, options
     mirror, found_out = "s3://bucket/hangs", pathlib.Path(root).parent / "found out"
     with CheckpointManager(root, mirror=mirror, endpoint=endpoint, storage_options=options) as manager:
         if rank == 0:
-            wait_until(lambda: newest_seen(mirror), "it was found out that the mirror hangs")
+            wait_until(lambda: mirror in all_seen(), "it was found out that the mirror hangs")
             found_out.touch()
         wait_until(found_out.exists, "rank 0 has found out")
         handle = manager.save(7, {"n": 7})

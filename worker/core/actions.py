@@ -131,8 +131,7 @@ class ScanLineage:
     """Find the next epoch in the parent directory of a path. A job; its result is LineageScanned.
 
     `mirror`: the mirror of the save at the path; "": none, or its directory was looked at before. `has_epoch`: the run
-    has an epoch in the parent directory, so that only the mirror counts. `least_epoch`: the run's epoch will be no
-    smaller.
+    has an epoch in the parent directory, so that only the mirror counts.
     """
 
     run: str
@@ -140,7 +139,6 @@ class ScanLineage:
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
     mirror: str = ""
     has_epoch: bool = False
-    least_epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

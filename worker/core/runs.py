@@ -227,7 +227,6 @@ class LineageRegistry:
                 path=m.path,
                 mirror=mirror,
                 has_epoch=parent in run.epochs,
-                least_epoch=m.least_epoch,
                 storage=self._storage_for(session),
             )
             self._t.actions.append(scan)

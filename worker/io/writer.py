@@ -243,14 +243,11 @@ class Writer:
 
         Blocks: for a mirror, at most `MIRROR_ANSWER_S`.
         """
-        # A run that has the hours as its epoch anyway, since its trainer has found that the mirror does not answer,
-        # does not ask the mirror again.
-        mirror = job.mirror if job.least_epoch < epoch_by_hours() else ""
         with _wrapped(None, None, None, job.path):
             check_root(job.path, self._roots)
             reach("worker: lineage asked for")
             epoch = 0 if job.has_epoch else next_epoch_beside(job.path, store_at(job.path, self._files))
-            return epoch, self._epoch_in_mirror(mirror, job.run) if mirror else 0
+            return epoch, self._epoch_in_mirror(job.mirror, job.run) if job.mirror else 0
 
     def _epoch_in_mirror(self, mirror: str, run_id: str) -> int:
         """Return the next epoch beside a mirror, which may have checkpoints of runs that this disk has not seen."""
