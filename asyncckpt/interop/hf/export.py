@@ -243,6 +243,7 @@ class _Export:
             model: The model that it was saved from; None: the one that was given as config, if it is one.
             outline: Outline of that model; None: it is taken from the model.
         """
+        self.conversion.check_place(self.path)  # before code of the user runs
         try:
             companions = self._companions(model, outline) if self._beside is None else self._beside
         except OSError as error:

@@ -372,6 +372,20 @@ def test_an_export_of_a_model_that_fails_leaves_nothing(work: Workdir) -> None:
 # ---- all of it or nothing -------------------------------------------------------------------------------------------
 
 
+def test_a_place_that_is_taken_is_refused_before_a_tokenizer_is_saved(work: Workdir) -> None:
+    (work / "taken").mkdir()
+    (work / "taken" / "file").write_text("mine")
+    called = []
+
+    class Tokenizer:
+        def save_pretrained(self, directory: str) -> None:
+            called.append(directory)
+
+    with pytest.raises(CheckpointExistsError):
+        asyncckpt.export_hf(work / "none", work / "taken", config={}, tokenizer=Tokenizer())
+    assert not called
+
+
 def test_an_export_replaces_another_in_one_step_and_keeps_its_other_files(work: Workdir) -> None:
     work.ours({"w": torch.ones(2)})
     export(work, tokenizer=Saved(tokenizer__json={"a": 1}))

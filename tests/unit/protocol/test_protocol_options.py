@@ -31,3 +31,9 @@ def test_a_command_that_starts_a_worker_passes_every_option_on() -> None:
     given = parser.parse_args(words)
     assert all(value != parser.get_default(name) for name, value in vars(given).items()), "a value for each option"
     assert parser.parse_args(to_arguments(given)) == given
+
+
+def test_an_empty_root_is_passed_on_for_the_worker_to_refuse() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert to_arguments(parser.parse_args(["--root", "", "--mirror=", "--endpoint="])) == ["--root=", "--mirror="]
