@@ -17,9 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from storage_samples import RecordingFiles, Snapshot, manifest_of
 
 import asyncckpt
@@ -35,6 +34,11 @@ from asyncckpt.storage.local import LocalStore
 from asyncckpt.storage.recovery import is_committed, resume_rank_files
 from asyncckpt.storage.reuse.shard_history import ShardHistory
 from asyncckpt.storage.verification import verify_checkpoint
+
+hypothesis = pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 LENGTHS = {"base": 300_000, "head": 40_000, "adapter": 500}
 """Of a shard each."""
