@@ -198,3 +198,9 @@ def _leak_guard(_default_endpoint_is_private: pathlib.Path) -> Iterator[LeakGuar
     guard.clean_up()
     if found:
         pytest.fail("the test leaked " + "; ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs that this process gives are counted from 1."""
+    monkeypatch.setattr("asyncckpt.storage.catalog.epoch_by_clock", lambda now: 1)

@@ -18,7 +18,7 @@ import msgpack
 import xxhash
 import zmq
 
-PROTOCOL_VERSION, SLOT_VERSION, PAGE = 15, 6, 4096
+PROTOCOL_VERSION, SLOT_VERSION, PAGE = 16, 6, 4096
 EMPTY, OPEN, SEALED = 0, 1, 2
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ENDED = ("committed", "failed", "unknown", "abandoned")

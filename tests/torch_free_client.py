@@ -324,7 +324,7 @@ class Client:
 
     def lineage(self, run: str, path: str) -> int:
         """Join the run, and return its epoch beside `path`."""
-        return int(self.call(m.Lineage(id=self.next_id(), run=run, path=path, mirror="", least_epoch=0)).epoch)
+        return int(self.call(m.Lineage(id=self.next_id(), run=run, path=path, least_epoch=0)).epoch)
 
     def withdraw(self, save_id: SaveId, reason: str = "simulated", *, skipped: bool = False) -> None:
         """Take no part in a save."""

@@ -1,26 +1,17 @@
-"""The newest saves that this process has found, or must expect, where it looked for a checkpoint to go on from.
+"""The newest saves that this process has found where it looked for a checkpoint to go on from.
 
-What it saves from then on must be newer. The directory that it saves to may be empty, and the mirror that the
-checkpoint came from may not answer when the run's epoch is chosen.
+What it saves from then on must be newer, also in a directory that is still empty.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
 MAX_SEEN = 16
 """Directories that are remembered. Chosen: more than one process restores from."""
 
-LOOK_S = 3.0
-"""How long `all_seen` waits for looks: longer than they take. Chosen."""
-
 _seen: OrderedDict[str, str] = OrderedDict()
-_to_tell: dict[str, str] = {}
-_looks: set[threading.Event] = set()
 
 
 def note_seen(directories: Iterable[str], save_ids: Iterable[str]) -> None:
@@ -44,29 +35,6 @@ def newest_seen(*directories: str) -> str:
     return max((_seen.get(one, "") for one in directories), default="")
 
 
-def note_look(ended: threading.Event) -> None:
-    """Let `all_seen` wait for this event: until it is set, `note_to_tell` may be called."""
-    _looks.add(ended)
-
-
-def note_to_tell(directory: str, save_id: str) -> None:
-    """Record what one rank has found out by itself. It counts, here too, once the ranks have told each other."""
-    _to_tell[directory] = save_id
-
-
-def all_seen(timeout_s: float = LOOK_S) -> dict[str, str]:
-    """Return what all ranks must know: directory -> ID of the newest save.
-
-    Blocks: while looks have not ended, at most `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    for look in list(_looks):
-        look.wait(max(0.0, deadline - time.monotonic()))
-        _looks.discard(look)
-    found = dict(_seen)
-    for directory, save_id in _to_tell.items():
-        found[directory] = max(save_id, found.get(directory, ""))
-    return found
-
-
-os.register_at_fork(after_in_child=_looks.clear)
+def all_seen() -> dict[str, str]:
+    """Return what all ranks must know: directory -> ID of the newest save."""
+    return dict(_seen)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from asyncckpt.basics.seen_saves import newest_seen
 from asyncckpt.basics.urls import parent_of
-from asyncckpt.format.names import NO_RUN, SaveId
+from asyncckpt.format.names import SaveId
 
 EPOCH_RETRY_TIMEOUT_S = 1.0
 EPOCH_RETRY_PERIOD_S = 60.0
@@ -22,8 +22,8 @@ class _Known:
     """What is known of a directory.
 
     Attributes:
-        epoch: The epoch of saves to it.
-        mirrors: Directories of mirrors whose checkpoints that takes into account, and "" once it was asked for.
+        epoch: The epoch of saves to it; 0: it was not asked for.
+        mirrors: Directories of mirrors for which it is large enough, and "" for none.
     """
 
     epoch: int
@@ -41,12 +41,12 @@ class EpochCache:
     """The epoch per run and directory, so that only a run's first save into a directory has to scan it.
 
     Args:
-        ask: Returns the epoch for a checkpoint at a path, with a mirror ("": none), by a run (its id), and not below a
-            number; raises if it cannot. Its last argument is whether it failed within `EPOCH_RETRY_PERIOD_S`: then it
-            should wait for `EPOCH_RETRY_TIMEOUT_S` only.
+        ask: Returns the epoch for a checkpoint at a path, by a run (its id), and not below a number; raises if it
+            cannot. Its last argument is whether it failed within `EPOCH_RETRY_PERIOD_S`: then it should wait for
+            `EPOCH_RETRY_TIMEOUT_S` only.
     """
 
-    def __init__(self, ask: Callable[[str, str, str, int, bool], int]) -> None:
+    def __init__(self, ask: Callable[[str, str, int, bool], int]) -> None:
         self._ask = ask
         self._known: dict[tuple[str, str], _Known] = {}
         self._failed_at = float("-inf")
@@ -54,13 +54,13 @@ class EpochCache:
     def epoch_for(self, path: str, run: str, mirror: str = "") -> int:
         """Return the epoch of `run` for a checkpoint at `path`: larger than that of every sibling of another run.
 
-        `mirror`: where the checkpoint is copied to, "" for nowhere; its siblings there count too.
+        `mirror`: where the checkpoint is copied to, "" for nowhere. What this process has found beside that counts too.
 
         It depends on run and directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if
         a save has failed on some of them before this call. The run is another one after rank 0 has made a new
         checkpointer. One exception: the epoch becomes larger with the first save that has a mirror in another
-        directory, if that has seen later runs. A rank that has missed that save disagrees with the others in the next
-        one, and then asks again; see `forget`.
+        directory, if a later run was found there. A rank that has missed that save disagrees with the others in the
+        next one, and then asks again; see `forget`.
 
         Raises:
             AsyncCkptError, OSError: What `ask` raises.
@@ -70,17 +70,16 @@ class EpochCache:
         if mirror_parent in known.mirrors:
             return known.epoch
         seen = newest_seen(parent, mirror_parent)
-        least = _next_to(SaveId.parse(seen), run) if seen else 0
-        brief = time.monotonic() - self._failed_at < EPOCH_RETRY_PERIOD_S
-        if newest_seen(mirror_parent).endswith(NO_RUN):
-            mirror = ""  # it did not answer, and `least` is above what may be there
-        try:
-            found = self._ask(path, mirror, run, max(least, known.epoch), brief)
-        except Exception:
-            self._failed_at = time.monotonic()
-            raise
-        self._known[run, parent] = _Known(found, known.mirrors | {mirror_parent, ""})
-        return found
+        least, epoch = _next_to(SaveId.parse(seen), run) if seen else 0, known.epoch
+        if not epoch or epoch < least:
+            brief = time.monotonic() - self._failed_at < EPOCH_RETRY_PERIOD_S
+            try:
+                epoch = self._ask(path, run, max(least, epoch), brief)
+            except Exception:
+                self._failed_at = time.monotonic()
+                raise
+        self._known[run, parent] = _Known(epoch, known.mirrors | {mirror_parent, ""})
+        return epoch
 
     def forget(self) -> None:
         """Ask again before the next save: the ranks disagreed, and one of them may have missed a larger epoch."""

@@ -182,10 +182,10 @@ class WorkerClient(CheckpointProcess):
         """Return the exchange of the ranks that share this worker."""
         return BoardExchange(self.run.rank, self.call, timeout_s=self.config.worker_timeout_s)
 
-    def _ask_epoch(self, path: str, mirror: str, run: str, least: int, brief: bool) -> int:
+    def _ask_epoch(self, path: str, run: str, least: int, brief: bool) -> int:
         timeout_s = EPOCH_RETRY_TIMEOUT_S if brief else self.config.worker_timeout_s
         build: Callable[[int], messages.Message] = lambda n: messages.Lineage(  # noqa: E731
-            id=n, run=run, path=path, mirror=mirror, least_epoch=least
+            id=n, run=run, path=path, least_epoch=least
         )
         try:
             reply = retry_on_worker_death(self.connect, lambda session: session.call(build, timeout_s), self._attempts)

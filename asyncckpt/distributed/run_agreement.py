@@ -28,7 +28,7 @@ from typing import Any
 import msgpack
 
 from asyncckpt.basics.failpoints import reach
-from asyncckpt.basics.seen_saves import LOOK_S, all_seen, note_seen
+from asyncckpt.basics.seen_saves import all_seen, note_seen
 from asyncckpt.client.save_outcomes import SaveOutcomes
 from asyncckpt.client.worker_links import WorkerAccess, WorkerLinks
 from asyncckpt.config import CheckpointerConfig, RankInfo
@@ -348,7 +348,7 @@ class Coordination:
             "slots": self._config.slots,
             "differ": list(self._differing),
             "absent": not self._new_names <= set(names),
-            "seen": all_seen(min(LOOK_S, self._config.plan_timeout_s / 2)),
+            "seen": all_seen(),
         }
 
     def _note_meeting(

@@ -21,9 +21,6 @@ LAYOUTS = (SAFETENSORS, DCP)
 MAX_EPOCH = 999_999
 MAX_SEQUENCE = 99_999_999
 
-NO_RUN = "0" * 12
-"""Stands for the ID of an unknown run."""
-
 _SUFFIXES = {SAFETENSORS: "safetensors", DCP: "distcp"}
 _SAVE_ID = re.compile(r"([0-9]{6})-([0-9]{8})-([0-9a-f]{12})\Z")
 _PER_RANK = re.compile(r"(.*)@rank(0|[1-9][0-9]{0,5})\Z", re.DOTALL)
@@ -52,7 +49,8 @@ class SaveId(str):
     old branch's step 900.
 
     Args:
-        epoch: One more than the largest epoch in the root at the run's first save, of committed and uncommitted saves.
+        epoch: One more than the largest epoch in the root at the run's first save, of committed and uncommitted saves;
+            or what the clock gives, if that is larger (`epoch_by_clock`).
         sequence: Number of the `save()` call in the run, from 0.
         run_id: 12 hex digits, random per run, so that files of two runs never have the same name.
     """

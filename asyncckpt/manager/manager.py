@@ -283,7 +283,6 @@ class CheckpointManager:
                     policy,
                     best_fn,
                     is_leader=rank.rank == 0,
-                    is_alone=rank.world_size == 1,
                     lock=self._root_lock,
                     dead_after_s=config.commit_timeout_s,
                     mirror=self._mirror,

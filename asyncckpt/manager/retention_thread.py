@@ -16,12 +16,12 @@ from typing import Any
 from asyncckpt import __version__
 from asyncckpt.basics.paths import current_umask
 from asyncckpt.basics.process_lifecycle import BackgroundThread
+from asyncckpt.basics.seen_saves import note_seen
 from asyncckpt.errors import AsyncCkptError, DirectoryInUseError
 from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of
 from asyncckpt.maintenance.retention import Score, Scores, Survey, abandoned_in, is_read_back, prune, survey
-from asyncckpt.manager.mirror_probe import probe_mirror
 from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, finder
 from asyncckpt.storage.catalog import Candidate
@@ -171,7 +171,6 @@ class RootRetention:
         policy: What to keep.
         best_fn: The user's score of a checkpoint's metrics.
         is_leader: Whether this is rank 0.
-        is_alone: Whether there is no other rank.
         lock: On rank 0, the lock that keeps other managers out of the root; None: they may share it.
         dead_after_s: As for `maintenance.retention.prune`.
         mirror: Absolute path or URL of the root's mirror; None: there is none.
@@ -187,7 +186,6 @@ class RootRetention:
         best_fn: Score | None,
         *,
         is_leader: bool,
-        is_alone: bool = True,
         dead_after_s: float,
         lock: RootLock | None = None,
         mirror: str | None = None,
@@ -215,9 +213,6 @@ class RootRetention:
         self._mirror_store = None if mirror is None else store_at(mirror, umask=current_umask())
         # IMPORTANT: a thread of its own. A mirror that hangs must not keep the local disk from being freed.
         self._mirror_thread = RetentionThread(self._prune_mirror)
-        if self._mirror_store is not None and is_leader:
-            list_mirror = functools.partial(self._mirror_store.names, mirror or "")
-            probe_mirror(mirror or "", list_mirror, is_alone=is_alone)
         self._is_behind = self._is_mirror_behind = False
         self._awaited: list[Future[Any]] = []
 
@@ -479,6 +474,8 @@ class RootRetention:
         surveys = {self._root: self._survey()}
         if self._mirror is not None:
             surveys[self._mirror] = self._copies(has_local=bool(found))
+        # Not only the step that is loaded: what is saved from now on must be newer than all of them.
+        note_seen(surveys, (one.save_id for survey in surveys.values() for one in survey.stored))
         self._abandoned = abandoned_in(surveys)
         return sorted(found, key=lambda one: one.path in self._abandoned)  # stable: otherwise the order stays
 

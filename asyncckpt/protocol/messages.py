@@ -14,7 +14,7 @@ from asyncckpt.errors import ProtocolError
 from asyncckpt.protocol import fields as check
 from asyncckpt.protocol.fields import Check
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Version of messages, records between workers and the request in a slot. SPEC.md section 2 says when to raise it."""
 
 MAX_TABLE = check.MAX_TABLE
@@ -93,21 +93,18 @@ class Release(Message):
 class Lineage(Message):
     """Ask for the epoch of the saves of `run` in the parent directory of `path`. The session joins the run.
 
-    `mirror`: the mirror of the save at `path`; "": none. `least_epoch`: the smallest epoch that is newer than what the
-    trainer has restored from; 0: any.
+    `least_epoch`: the smallest epoch that is newer than what the trainer has restored from; 0: any.
     """
 
     id: int
     run: str
     path: str
-    mirror: str
     least_epoch: int
     name: ClassVar[str] = "lineage"
     checks: ClassVar[dict[str, Check]] = {
         "id": check.uint,
         "run": check.hex12,
         "path": check.path,
-        "mirror": check.path_or_none,
         "least_epoch": check.uint,
     }
 

@@ -98,7 +98,6 @@ ROWS: dict[str, dict[str, Check]] = {
     "question_rows": {
         "rank": check.rank,
         "path": check.path,
-        "mirror": check.path_or_none,
         "least_epoch": check.uint,
         "number": check.uint,
     },

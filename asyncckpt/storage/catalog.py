@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -56,10 +55,15 @@ _LOST = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 """Errors of a file system that has lost data, or has found that they are damaged."""
 
 
-MIRROR_ANSWER_S = 2.0
-"""How long a mirror may take to list its checkpoints before a run goes on without them. Chosen: the training waits."""
+CLOCK_EPOCHS_SINCE = 1_735_689_600.0
+"""2025-01-01, in seconds since 1970."""
 
-SECONDS_PER_HOUR = 3600
+CLOCK_EPOCH_S = 600.0
+"""Seconds in which `epoch_by_clock` becomes one larger. Chosen: few runs begin in less, so that counting on from it
+does not overtake the clock; and `MAX_CLOCK_EPOCH` is reached in 2042."""
+
+MAX_CLOCK_EPOCH = 900_000
+"""The largest epoch that the clock may give, which leaves 99,999 for counting if it is wrong."""
 
 _log = logging.getLogger("asyncckpt")
 
@@ -293,8 +297,9 @@ def _behind_link(path: str, store: Store) -> list[Found]:
 def next_epoch_beside(path: str, store: Store) -> int:
     """Return the epoch of a run whose first checkpoint goes to `path`: one more than the largest in its parent.
 
-    Saves that were not committed count too, because another worker may still finish them, and two runs of the same
-    epoch have no order. If a manifest is damaged or of a newer version, the file names in its directory count.
+    It is `epoch_by_clock` at least: the parent may be on a new disk, and earlier runs on others or in a mirror. Saves
+    that were not committed count too, because another worker may still finish them, and two runs of the same epoch have
+    no order. If a manifest is damaged or of a newer version, the file names in its directory count.
 
     Args:
         path: Path of the checkpoint.
@@ -312,39 +317,19 @@ def next_epoch_beside(path: str, store: Store) -> int:
     except (FileNotFoundError, NotADirectoryError):
         children = []
     largest = max(for_each(store, lambda name: _largest_epoch(os.path.join(parent, name), store), children), default=0)
-    return check_epoch(largest + 1, path)
+    return check_epoch(max(largest + 1, epoch_by_clock(time.time())), path)
 
 
-def next_epoch_by_names(path: str, store: Store, run_id: str) -> int:
-    """Return an epoch above those in the names of all files beside `path`, except a run's own; reads no file.
+def epoch_by_clock(now: float) -> int:
+    """Return the epoch of a run that begins at `now`, if no checkpoint of another run is known.
 
-    For a place that may be slow: each checkpoint has its epoch in the names of its files.
+    It is larger than those of runs that began `CLOCK_EPOCH_S` earlier, whose checkpoints may be on other disks, or in a
+    mirror that hangs.
 
     Args:
-        path: Path of a checkpoint.
-        store: Store that holds it.
-        run_id: The run that wants the epoch.
-
-    Raises:
-        SaveFailedError: Code `epoch`: there is none left.
-        OSError: The parent, or a directory in it, cannot be listed.
+        now: Seconds since 1970.
     """
-    parent = parent_of(path)
-    store = store.listed(parent)
-    largest = 0
-    try:
-        for child in store.names(parent):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                owners = filter(None, map(owner_of, store.names(os.path.join(parent, child))))
-                largest = max([largest, *(owner.epoch for owner in owners if owner.run_id != run_id)])
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    return check_epoch(largest + 1, path)
-
-
-def epoch_by_hours() -> int:
-    """Return the hours since 1970: an epoch for where the others are not known, since no run reaches it by counting."""
-    return int(time.time() // SECONDS_PER_HOUR)
+    return min(max(1, int((now - CLOCK_EPOCHS_SINCE) // CLOCK_EPOCH_S)), MAX_CLOCK_EPOCH)
 
 
 def check_epoch(epoch: int, path: str) -> int:

@@ -102,7 +102,7 @@ class LocalSave:
             rank = self.ranks.rank.rank
             raise save_failure(error, save_id=str(save_id), rank=rank, step=step, path=path) from error
 
-    def _next_epoch(self, path: str, mirror: str, run: str, least: int, brief: bool) -> int:
+    def _next_epoch(self, path: str, run: str, least: int, brief: bool) -> int:
         return catalog.check_epoch(max(least, catalog.next_epoch_beside(path, self._store_at(path))), path)
 
     def epoch_for(self, path: str, run: str) -> int:

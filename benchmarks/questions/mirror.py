@@ -4,9 +4,8 @@ In a process, two checkpointers save in turn, one with a mirror and one without,
 what else the machine does meets both alike. The mirror is a bucket whose server takes connections and says nothing
 ("hangs"), answers 403 to everything ("refuses"), holds nothing and answers 507 to whatever is put there ("full"), or
 does not listen ("gone"). `lost_s` is what a save costs the training beyond as many steps without one, the first save
-excluded; `extra_s` is the median of how much more that is with the mirror than in the save before without it. The first
-save of a run also asks the mirror which runs it has seen, for at most two seconds: `first_save_s`. A manager has asked
-before: `manager_first_save_s` is its first save, with the mirror and without, so long after it was made.
+excluded; `extra_s` is the median of how much more that is with the mirror than in the save before without it.
+`first_save_s` is how long the call of the first one takes.
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ CASES = ("hangs", "refuses", "full", "gone")
 BUCKET = "s3://mirror/run"
 STEPS = 8
 """Of the training, behind each save."""
-
-MADE_BEFORE_S = 2.5
-"""Longer than the worker waits for a mirror; a training takes longer to its first save."""
 
 
 def run(context: Context) -> Row:
@@ -76,32 +72,16 @@ def train(directory: str, nbytes: int, saves: int) -> Row:
                     for way, checkpointer in (("none", plain), ("mirror", mirrored))
                 ]
                 done = sum(one.done() for one in mirrors if one is not None)
-                first = {
-                    way: _first_save(endpoint, state, Path(directory, "managed", way), mirror)
-                    for way, mirror in (("none", None), ("mirror", f"{BUCKET}-managed"))
-                }
             finally:
                 machine.stop_worker("--endpoint", endpoint)
     found: Row = {way: {"first_save_s": ours[0][0]} for way, ours in costs.items()}
     for way, ours in costs.items():
         found[way] |= {"save_s": statistics.median(s for s, _ in ours[1:]), "written": len(ours)}
         found[way]["lost_s"] = statistics.median(lost for _, lost in ours[1:])
-    for way, seconds in first.items():
-        found[way]["manager_first_save_s"] = seconds
     pairs = list(zip(costs["mirror"][1:], costs["none"][1:], strict=True))
     found["extra_save_s"] = statistics.median(ours[0] - theirs[0] for ours, theirs in pairs)
     found["extra_s"] = statistics.median(ours[1] - theirs[1] for ours, theirs in pairs)
     return found | {"mirrored": done}
-
-
-def _first_save(endpoint: str, state: dict[str, torch.Tensor], root: Path, mirror: str | None) -> float:
-    """Return how long the first save of a manager takes that was made `MADE_BEFORE_S` ago."""
-    with asyncckpt.CheckpointManager(root, mirror=mirror, endpoint=endpoint) as manager:
-        time.sleep(MADE_BEFORE_S)
-        began = time.perf_counter()
-        manager.save(0, state)
-        seconds = time.perf_counter() - began
-    return seconds
 
 
 def _cost(
@@ -197,8 +177,8 @@ _HANDLERS: dict[str, type[_Handler]] = {"refuses": _Refusal, "full": _Full}
 QUESTION = Question(
     run,
     [
-        *(f"*/{name}" for name in ("extra_s", "extra_save_s", "none/lost_s", "none/save_s", "mirror/first_save_s")),
-        *("*/none/manager_first_save_s", "*/mirror/manager_first_save_s"),
+        f"*/{name}"
+        for name in ("extra_s", "extra_save_s", "none/lost_s", "none/save_s", "none/first_save_s", "mirror/first_save_s")
     ],
     options={"mib": 16, "saves": 12},
     smallest="--mib 4 --saves 2",

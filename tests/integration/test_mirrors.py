@@ -9,7 +9,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from asyncckpt.errors import CheckpointerClosedError, ConfigError, MirrorError, 
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages
-from asyncckpt.storage.catalog import epoch_by_hours
+from asyncckpt.storage.catalog import CLOCK_EPOCH_S, epoch_by_clock
 from tests import object_proxy, object_servers
 from tests.storage_samples import Snapshot
 
@@ -224,16 +223,16 @@ def test_a_restore_takes_the_newest_of_both_places(checkpointer: AsyncCheckpoint
     assert found is not None and found.step == 1, "a mirror that cannot be listed does not keep from restoring"
 
 
-def test_on_a_new_disk_a_run_is_newer_than_those_in_the_mirror(endpoint: str, tmp_path: pathlib.Path) -> None:
-    mirror = tmp_path / "mirror"
-    epochs = []
-    for attempt in range(2):
-        with running(endpoint, SOON), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
-            path = tmp_path / f"disk-{attempt}" / "step-1"
-            handle = checkpointer.save({"n": attempt}, path, step=1, mirror=mirror / f"step-{attempt}")
-            handle.mirrored.result(DEADLINE_S)
-            epochs.append(save_id_of(path).epoch)
-    assert epochs == [1, 2]
+def test_on_a_new_disk_a_run_is_newer_than_those_in_the_mirror(
+    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path
+) -> None:
+    mirror, fresh = tmp_path / "mirror", tmp_path / "new disk"
+    began_before = SaveId(epoch_by_clock(time.time() - CLOCK_EPOCH_S), 900, "0" * 12)
+    with Snapshot({"n": 900}, save_id=began_before) as earlier:
+        earlier.save(str(mirror / "step-1"), step=1)
+    handle = checkpointer.save({"n": 1}, fresh / "step-1", step=1, mirror=mirror / "step-2")
+    handle.mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
+    assert asyncckpt.latest_checkpoint(tmp_path / "another disk", mirror=mirror) == str(mirror / "step-2")
 
 
 @pytest.mark.parametrize("way", ["restore_latest", "latest_checkpoint", "sync"])
@@ -260,80 +259,34 @@ def test_on_a_new_disk_a_run_is_newer_than_what_it_goes_on_from_also_if_its_firs
             handle = checkpointer.save({"n": step}, fresh / f"step-{step}", step=step, mirror=place)
             handle.written.result(DEADLINE_S)
             assert asyncckpt.latest_checkpoint(fresh, mirror=mirror) == str(fresh / f"step-{step}")
-    assert {save_id_of(fresh / f"step-{step}").epoch for step in (4, 5, 6, 7)} == {4}
+    newest = save_id_of(mirror / "step-3").epoch
+    assert {save_id_of(fresh / f"step-{step}").epoch for step in (4, 5, 6, 7)} == {newest + 1}
 
 
-def test_a_mirror_that_appears_later_is_asked_as_well(checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path) -> None:
-    mirror, fresh = tmp_path / "mirror", tmp_path / "new disk"
-    for step in (1, 2, 3):
-        with SyncCheckpointer() as earlier:
-            earlier.save({"n": step}, mirror / f"step-{step}", step=step)
-    for step in (4, 5, 6):
-        place = mirror / f"step-{step}" if step == 5 else None
-        checkpointer.save({"n": step}, fresh / f"step-{step}", step=step, mirror=place).written.result(DEADLINE_S)
-    assert [save_id_of(fresh / f"step-{step}").epoch for step in (4, 5, 6)] == [1, 4, 4]
-    assert asyncckpt.latest_checkpoint(fresh, mirror=mirror) == str(fresh / "step-6")
-
-
-def test_on_a_new_disk_a_mirror_that_does_not_answer_is_waited_for_briefly_and_its_checkpoints_count_as_older(
-    endpoint: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("obstore", reason="the extra cloud is not installed")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
-        monkeypatch.setenv(name, "test")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with running(endpoint, SOON), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
-            handle = checkpointer.save(STATE, tmp_path / "runs" / "step-1", step=1, mirror="s3://bucket/runs/step-1")
-            handle.written.result(DEADLINE_S)
-            assert save_id_of(tmp_path / "runs" / "step-1").epoch >= 490_000, "the hours since 1970"
-            began = time.monotonic()
-            for step in (2, 3):
-                again = checkpointer.save(STATE, tmp_path / "runs" / f"{step}", mirror=f"s3://bucket/runs/{step}")
-                again.written.result(DEADLINE_S)
-            assert time.monotonic() - began < DEADLINE_S / 2 and not again.mirrored.done()
-        # A second run on another new disk, within the same hour. For the first disk stands what it has mirrored.
-        found = asyncckpt.restore_latest(tmp_path / "new disk", mirror=tmp_path / "runs", source="disk")
-        assert found is not None and found.save_id == str(save_id_of(tmp_path / "runs" / "3"))
-        with running(endpoint, SOON), AsyncCheckpointer(endpoint=endpoint) as checkpointer:
-            path = tmp_path / "new disk" / "step-4"
-            checkpointer.save(STATE, path, step=4, mirror="s3://bucket/runs/step-4").written.result(DEADLINE_S)
-            assert save_id_of(path).epoch == SaveId.parse(found.save_id).epoch + 1
-
-
-def test_the_first_save_of_a_manager_does_not_wait_for_a_mirror_that_hangs(
-    worker: RealWorker, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_the_first_save_of_a_run_does_not_wait_for_a_mirror_that_hangs(
+    worker: RealWorker, tmp_path: pathlib.Path, is_managed: bool
 ) -> None:
     pytest.importorskip("obstore", reason="the extra cloud is not installed")
     runs, mirror = tmp_path / "runs", "s3://bucket/hangs"
-    with (
-        object_proxy.SilentServer() as silent,
-        CheckpointManager(runs, mirror=mirror, endpoint=worker.endpoint, storage_options=silent.options) as manager,
-    ):
-        wait_until(lambda: f"{mirror} does not answer" in caplog.text, "it was found out that the mirror hangs")
-        manager.save(1, STATE).written.result(DEADLINE_S)  # type: ignore[union-attr]
-        assert silent.n_listings("hangs") == 1, f"the worker has not asked again: {silent.asked}"
-    wait_until(lambda: not [one for one in threading.enumerate() if "probe" in one.name], "the probe has ended")
-    assert save_id_of(runs / "step-00000001").epoch >= 490_000, "the hours since 1970"
+    with object_proxy.SilentServer() as silent, contextlib.ExitStack() as stack:
+        options = {"endpoint": worker.endpoint, "storage_options": silent.options}
+        if is_managed:
+            handle = stack.enter_context(CheckpointManager(runs, mirror=mirror, **options)).save(1, STATE)
+        else:
+            checkpointer = stack.enter_context(AsyncCheckpointer(**options))
+            handle = checkpointer.save(STATE, runs / "step-1", mirror=f"{mirror}/step-1")
+        assert handle is not None
+        handle.written.result(DEADLINE_S)
+        assert silent.n_listings("hangs") == 0, f"nobody has asked it for an epoch: {silent.asked}"
 
 
-def test_what_other_runs_have_saved_since_a_manager_was_made_counts(worker: RealWorker, tmp_path: pathlib.Path) -> None:
-    mirror = tmp_path / "mirror"
-    with CheckpointManager(tmp_path / "runs", mirror=mirror, endpoint=worker.endpoint) as manager:
-        for step in (1, 2, 3):
-            with SyncCheckpointer() as other:
-                other.save({"n": step}, mirror / f"step-{step:08d}", step=step)
-        manager.save(4, STATE).mirrored.result(DEADLINE_S)  # type: ignore[union-attr]
-        assert manager.latest_step() == 4
-    assert save_id_of(tmp_path / "runs" / "step-00000004").epoch == 4
-
-
-def test_a_run_that_goes_on_from_one_with_the_hours_asks_a_mirror_that_answers(
+def test_a_run_is_newer_than_what_it_goes_on_from_also_if_that_is_ahead_of_the_clock(
     worker: RealWorker, tmp_path: pathlib.Path
 ) -> None:
-    mirror, hours = tmp_path / "mirror", epoch_by_hours()
+    mirror, now = tmp_path / "mirror", epoch_by_clock(time.time())
     for step in (1, 2, 3):
-        with Snapshot({"n": step}, save_id=SaveId(hours + step, 0, f"{step:012d}")) as earlier:
+        with Snapshot({"n": step}, save_id=SaveId(now + step, 0, f"{step:012d}")) as earlier:
             earlier.save(str(mirror / f"step-{step:08d}"), step=step)
     with CheckpointManager(tmp_path / "new disk", mirror=mirror, endpoint=worker.endpoint) as manager:
         found = manager.restore(step=1, source="disk")

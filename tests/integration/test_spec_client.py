@@ -19,7 +19,7 @@ VALUES = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 def stage(worker: Worker, path: str) -> tuple[str, Slot, dict[str, Any]]:
     """Begin a save and seal its slot; return the save id, the slot, and the fields of `submit`."""
     run = secrets.token_hex(6)
-    epoch = worker.call("lineage", run=run, path=path, mirror="", least_epoch=0)["epoch"]
+    epoch = worker.call("lineage", run=run, path=path, least_epoch=0)["epoch"]
     save_id = f"{epoch:06d}-{0:08d}-{run}"
     shard = shard_of(save_id, VALUES)
     request = request_of(save_id, path, shard, [2, 3], step=7)

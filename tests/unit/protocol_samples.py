@@ -37,7 +37,7 @@ MESSAGES: tuple[m.Message, ...] = (
         attempt=1,
         timeout_s=15.0,
     ),
-    m.Lineage(id=4, run=HEX[:12], path="/runs/a/step-300", mirror="", least_epoch=0),
+    m.Lineage(id=4, run=HEX[:12], path="/runs/a/step-300", least_epoch=0),
     m.Begin(
         id=5,
         save_id=SAVE_ID,
@@ -135,7 +135,7 @@ BETWEEN_WORKERS: tuple[m.Message, ...] = (
         ),
         failures=({"save_id": SAVE_ID, "outcome": "failed", "error": to_wire(SaveFailedError("full", code="ENOSPC"))},),
         withdrawals=({"save_id": SAVE_ID, "rank": 1, "reason": "the copy failed", "skipped": False},),
-        questions=({"rank": 1, "path": "/runs/a/step-300", "mirror": "", "least_epoch": 0, "number": 3},),
+        questions=({"rank": 1, "path": "/runs/a/step-300", "least_epoch": 0, "number": 3},),
     ),
     nt.Outcomes(
         sender=HEX,

@@ -370,7 +370,7 @@ class Workers:
         if rank.memory is not None:
             return self.take_over(rank)
         if rank.epoch is None:
-            for reply in self.say(rank, m.Lineage, run=rank.run, path="/ckpt/first", mirror="", least_epoch=0):
+            for reply in self.say(rank, m.Lineage, run=rank.run, path="/ckpt/first", least_epoch=0):
                 assert isinstance(reply, m.LineageFound)
             return self.learn_epoch(rank)
         asked = [s for s, state in rank.open.items() if state == "asked"]

@@ -128,17 +128,11 @@ class Remove:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanLineage:
-    """Find the next epoch in the parent directory of a path. A job; its result is LineageScanned.
-
-    `mirror`: the mirror of the save at the path; "": none, or its directory was looked at before. `has_epoch`: the run
-    has an epoch in the parent directory, so that only the mirror counts.
-    """
+    """Find the next epoch in the parent directory of a path. A job; its result is LineageScanned."""
 
     run: str
     path: str
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
-    mirror: str = ""
-    has_epoch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -139,17 +139,12 @@ class Removed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineageScanned:
-    """Result of ScanLineage: the next epoch by the checkpoints on disk, and by other runs' in the mirror; 0: not asked.
-
-    `mirror`: as of the action.
-    """
+    """Result of ScanLineage: the next epoch by the checkpoints on disk, or the error."""
 
     now: float
     run: str
     path: str
-    mirror: str = ""
     epoch: int = 0
-    mirror_epoch: int = 0
     error: Wire | None = None
 
 

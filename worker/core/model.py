@@ -513,9 +513,6 @@ class Run:
     epochs: dict[str, int] = field(default_factory=dict)
     """Directory -> the epoch of this run's checkpoints in it."""
 
-    mirrors: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Directory -> those of mirrors whose checkpoints its epoch takes into account."""
-
     outcomes: dict[int, bool] = field(default_factory=dict)
     """Sequence of a save that has ended on all ranks -> whether the ranks meet again after it. The latest, in order."""
 
@@ -550,19 +547,8 @@ class Run:
             del self.outcomes[old]
         return True
 
-    def remember_epoch(self, directory: str, epoch: int, mirror: str = "") -> None:
-        """Add the epoch of a directory, and a directory of mirrors that it takes into account, "" for none.
-
-        At most `MAX_DIRECTORIES` are kept.
-        """
+    def remember_epoch(self, directory: str, epoch: int) -> None:
+        """Add the epoch of a directory; at most `MAX_DIRECTORIES` are kept."""
         self.epochs[directory] = epoch
-        if mirror:
-            self.mirrors[directory] = self.mirrors.get(directory, frozenset()) | {mirror}
         for old in list(self.epochs)[:-MAX_DIRECTORIES]:
             del self.epochs[old]
-            self.mirrors.pop(old, None)
-
-    def has_epoch(self, directory: str, mirror: str, least: int) -> bool:
-        """Whether the epoch of a directory is `least` at least, and takes a directory of mirrors into account."""
-        is_looked_at = not mirror or mirror in self.mirrors.get(directory, ())
-        return is_looked_at and self.epochs.get(directory, -1) >= least

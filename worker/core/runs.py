@@ -8,8 +8,8 @@ member     its session ends (death, goodbye)                                    
 leaving    its slots have been read once more                                   -> departed, or member if it is back
 departed   lineage, begin, or a sealed slot of a new session                    -> member
 
-The same run gets the same epoch for a directory, another run a larger one. It becomes larger only if a save is to be
-copied to a directory of mirrors that was not looked at before, or if a rank that has restored from a newer run asks.
+The same run gets the same epoch for a directory, another run a larger one. It becomes larger only if a rank asks that
+has restored from a newer run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from asyncckpt.basics.storage_options import NO_OPTIONS
-from asyncckpt.basics.urls import parent_of
 from asyncckpt.errors import AsyncCkptError, SaveFailedError, from_wire, to_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.messages import Lineage, LineageFound
@@ -184,7 +183,7 @@ Requester = tuple[Peer, int]
 
 
 class LineageRegistry:
-    """Reserves epochs in `Run.epochs`. Requests of a run for one directory, with one of mirrors, share one scan.
+    """Reserves epochs in `Run.epochs`. Requests of a run for one directory share one scan.
 
     Args:
         tables: Tables of the core.
@@ -199,8 +198,8 @@ class LineageRegistry:
 
     def __init__(self, tables: Tables, runs: RunRegistry, ask_leader: Callable[[Session, Run, Lineage], None]) -> None:
         self._t, self._runs, self._ask_leader = tables, runs, ask_leader
-        self._waiting: dict[tuple[str, str, str], dict[Requester, int]] = {}
-        """Run, directory and directory of mirrors -> who waits, and which epoch is the least for each."""
+        self._waiting: dict[tuple[str, str], dict[Requester, int]] = {}
+        """Run and directory -> who waits, and which epoch is the least for each."""
 
     def ask(self, session: Session, m: Lineage) -> None:
         """Answer with the epoch that the run has already; else ask the leader or scan the disk."""
@@ -210,33 +209,25 @@ class LineageRegistry:
             error = from_wire(other_world(m.run, world_size, session.rank, session.world_size))
             return self._refuse(session.peer, m.id, m.run, m.path, error)
         parent = os.path.dirname(m.path)
-        mirror = "" if run.has_epoch(parent, _mirror_parent(m.mirror), 0) else m.mirror
-        if run.has_epoch(parent, _mirror_parent(m.mirror), m.least_epoch):
+        if run.epochs.get(parent, -1) >= m.least_epoch:
             return self._answer(session.peer, m.id, m.run, m.path, run.epochs[parent])
         if run.followed:
             return self._ask_leader(session, run, m)
-        key = m.run, parent, _mirror_parent(mirror)
+        key = m.run, parent
         waiting = self._waiting.get(key)
         if (self._t.jobs if waiting is None else len(waiting)) >= MAX_JOBS:
             return self._refuse(session.peer, m.id, m.run, m.path, busy())
         if waiting is None:
             waiting = self._waiting[key] = {}
             self._t.lineage_scans += 1
-            scan = ScanLineage(
-                run=m.run,
-                path=m.path,
-                mirror=mirror,
-                has_epoch=parent in run.epochs,
-                storage=self._storage_for(session),
-            )
-            self._t.actions.append(scan)
+            self._t.actions.append(ScanLineage(run=m.run, path=m.path, storage=self._storage_for(session)))
         requester = session.peer, m.id
         waiting[requester] = max(m.least_epoch, waiting.get(requester, 0))
         return None
 
     def is_asked_for(self, run_id: str, parent: str) -> bool:
         """Whether a request for the epoch of a directory has no answer yet."""
-        return any(key[:2] == (run_id, parent) for key in self._waiting)
+        return (run_id, parent) in self._waiting
 
     def _storage_for(self, session: Session) -> Mapping[str, str]:
         """Return the options of the session, or of a rank of this node where another worker asks for its own."""
@@ -246,8 +237,7 @@ class LineageRegistry:
     def scanned(self, event: LineageScanned) -> None:
         """Reserve the epoch, and answer all requests that wait for this scan."""
         parent = os.path.dirname(event.path)
-        mirror_parent = _mirror_parent(event.mirror)
-        waiting = self._waiting.pop((event.run, parent, mirror_parent), None)
+        waiting = self._waiting.pop((event.run, parent), None)
         if waiting is None:
             return
         self._t.lineage_scans -= 1
@@ -259,7 +249,7 @@ class LineageRegistry:
         elif run is not None:
             try:
                 epoch = self._next(run, parent, event, max(waiting.values()))
-                run.remember_epoch(parent, epoch, mirror_parent)
+                run.remember_epoch(parent, epoch)
             except SaveFailedError as refusal:
                 error = refusal
         for peer, id in waiting:
@@ -279,7 +269,7 @@ class LineageRegistry:
         return self._t.refuse(peer, id, error)
 
     def _next(self, run: Run, parent: str, event: LineageScanned, least: int) -> int:
-        """Return the run's epoch, if it is large enough for the mirror and for `least`.
+        """Return the run's epoch, if that is `least` at least.
 
         Else return one above those of all saves in the directory, open ones and other runs' reservations included.
 
@@ -289,13 +279,9 @@ class LineageRegistry:
         beside = [s.save_id for s in self._t.ended if parent in s.directories]
         beside += [s.save_id for s in self._t.saves.values() if parent in map(os.path.dirname, s.paths)]
         own = [save_id.epoch for save_id in beside if save_id.run_id == run.run_id]
-        known, least = run.epochs.get(parent) or max(own, default=0), max(least, event.mirror_epoch)
+        known = run.epochs.get(parent) or max(own, default=0)
         if known and known >= least:
             return known
         promised = [r.epochs[parent] for r in self._t.runs.values() if r is not run and parent in r.epochs]
         others = [*promised, *(save_id.epoch for save_id in beside if save_id.run_id != run.run_id)]
         return check_epoch(max(least, event.epoch, *(epoch + 1 for epoch in others), 1), event.path)
-
-
-def _mirror_parent(mirror: str) -> str:
-    return parent_of(mirror) if mirror else ""

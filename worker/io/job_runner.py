@@ -209,10 +209,10 @@ class JobRunner:
 
     def _lineage(self, action: ac.ScanLineage) -> ev.LineageScanned:
         try:
-            epoch, mirror_epoch = self._writer.lineage(action)
+            epoch = self._writer.lineage(action)
         except BaseException as error:
             return _scanned(action, error=to_wire(error))
-        return _scanned(action, epoch=epoch, mirror_epoch=mirror_epoch)
+        return _scanned(action, epoch=epoch)
 
     def _copy(self, action: ac.CopyToMirror) -> ev.Copied:
         try:
@@ -244,7 +244,7 @@ def _not_copied(action: ac.CopyToMirror, error: Exception) -> ev.Copied:
 
 
 def _scanned(action: ac.ScanLineage, **found: Any) -> ev.LineageScanned:
-    return ev.LineageScanned(now=time.monotonic(), run=action.run, path=action.path, mirror=action.mirror, **found)
+    return ev.LineageScanned(now=time.monotonic(), run=action.run, path=action.path, **found)
 
 
 def failed_result(action: ac.Action, error: Exception) -> ev.Event | None:

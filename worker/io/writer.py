@@ -6,11 +6,9 @@ Every failure becomes one error of `asyncckpt.errors` that says what to do.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -24,7 +22,7 @@ from asyncckpt.errors import AsyncCkptError, SaveFailedError
 from asyncckpt.format.names import DCP, SaveId
 from asyncckpt.memory.arena import SlotMemory
 from asyncckpt.memory.slot import SlotError
-from asyncckpt.storage.catalog import MIRROR_ANSWER_S, epoch_by_hours, next_epoch_beside, next_epoch_by_names
+from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.checkpoint_dir import NO_IDENTITY, identity_of, prepare_directory, remove_made
 from asyncckpt.storage.commit import commit_save, remove_files_of, remove_leftovers
 from asyncckpt.storage.files import Files, save_failure, step_and_rank
@@ -235,42 +233,16 @@ class Writer:
         """Remove the files of a failed save; errors are only logged."""
         remove_files_of(path, SaveId.parse(save_id), store=store_at(path, self._files))
 
-    def lineage(self, job: ScanLineage) -> tuple[int, int]:
-        """Return the next epoch beside the path, and that beside the mirror; 0: the job does not ask.
+    def lineage(self, job: ScanLineage) -> int:
+        """Return the next epoch beside the path.
 
         Raises:
             SaveFailedError: The checkpoints beside the path cannot be read.
-
-        Blocks: for a mirror, at most `MIRROR_ANSWER_S`.
         """
         with _wrapped(None, None, None, job.path):
             check_root(job.path, self._roots)
             reach("worker: lineage asked for")
-            epoch = 0 if job.has_epoch else next_epoch_beside(job.path, store_at(job.path, self._files))
-            return epoch, self._epoch_in_mirror(job.mirror, job.run) if job.mirror else 0
-
-    def _epoch_in_mirror(self, mirror: str, run_id: str) -> int:
-        """Return the next epoch beside a mirror, which may have checkpoints of runs that this disk has not seen."""
-        found: list[int] = []
-        options = contextvars.copy_context()  # carries the job's storage options into the thread
-
-        def ask() -> None:
-            try:
-                found.append(options.run(lambda: next_epoch_by_names(mirror, store_at(mirror, self._files), run_id)))
-            except Exception as error:
-                _logger.warning("the mirror %s does not say which checkpoints it holds: %s", mirror, error)
-
-        asking = threading.Thread(target=ask, name="asyncckpt-mirror-epoch", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread can be started
-            asking.start()
-            asking.join(MIRROR_ANSWER_S)
-        if found:
-            return found[0]
-        # IMPORTANT: an epoch that no earlier run has reached. With a smaller one, a restore from the mirror would take
-        # an older run's checkpoint for the newest.
-        epoch = epoch_by_hours()
-        _logger.warning("the mirror %s did not answer, so this run's epoch is %d, the hours since 1970", mirror, epoch)
-        return epoch
+            return next_epoch_beside(job.path, store_at(job.path, self._files))
 
 
 def _write_sealed(

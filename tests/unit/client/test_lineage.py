@@ -25,11 +25,11 @@ class Directory:
         self.asked: list[tuple[str, str, bool]] = []
         self.error: Exception | None = None
 
-    def ask(self, path: str, mirror: str, run: str, least: int, brief: bool) -> int:
+    def ask(self, path: str, run: str, least: int, brief: bool) -> int:
         self.asked.append((path, run, brief))
         if self.error is not None:
             raise self.error
-        return max(least, self.epochs[path.split("/")[1]], self.epochs[mirror.split("/")[1]] if mirror else 0)
+        return max(least, self.epochs[path.split("/")[1]])
 
 
 def test_a_directory_is_looked_at_once() -> None:
@@ -67,14 +67,16 @@ def test_after_a_failure_it_is_asked_for_briefly() -> None:
     assert [brief for _, _, brief in directory.asked] == [False, True, True]
 
 
-def test_a_directory_of_mirrors_that_was_not_looked_at_is_asked_for_once() -> None:
-    directory = Directory(a=1, m=4, n=2)
+def test_what_was_found_beside_a_mirror_counts_with_the_first_save_that_has_one_there() -> None:
+    directory = Directory(a=1)
     epochs = EpochCache(directory.ask)
+    note_seen(["/m"], [SaveId(3, 0, OTHER_RUN)])
+    note_seen(["/n"], [SaveId(2, 0, OTHER_RUN)])
     mirrors = ["", "/m/2", "", "/m/4", "/n/5"]
     assert [epochs.epoch_for(f"/a/{n}", RUN, mirror) for n, mirror in enumerate(mirrors)] == [1, 4, 4, 4, 4]
-    assert [path for path, _, _ in directory.asked] == ["/a/0", "/a/1", "/a/4"]
+    assert [path for path, _, _ in directory.asked] == ["/a/0", "/a/1"], "that of /n is large enough"
     first = EpochCache(directory.ask)
-    assert [first.epoch_for("/a/6", RUN, mirror) for mirror in ("/n/6", "")] == [2, 2] and len(directory.asked) == 4
+    assert [first.epoch_for("/a/6", RUN, mirror) for mirror in ("/n/6", "")] == [3, 3] and len(directory.asked) == 3
 
 
 @pytest.mark.parametrize("where", ["/a", "/m"])
@@ -96,7 +98,7 @@ def test_ranks_that_disagreed_ask_again() -> None:
     directory = Directory(a=1)
     epochs = EpochCache(directory.ask)
     assert epochs.epoch_for("/a/0", RUN) == 1
-    directory.epochs["a"] = 4  # another rank has asked with a mirror
+    directory.epochs["a"] = 4  # another rank has seen a later run beside a mirror
     epochs.forget()
     assert epochs.epoch_for("/a/1", RUN) == 4
 

@@ -418,6 +418,7 @@ def _dies(path: str, *rest: Any) -> None:
     raise OSError(5, "died", path)
 
 
+@pytest.mark.usefixtures("no_clock")
 def test_what_died_between_manifest_and_metadata_is_no_checkpoint_for_anybody(half: pathlib.Path) -> None:
     with pytest.raises(CheckpointNotCommittedError, match=r"no \.metadata"):
         asyncckpt.load(half)

@@ -23,7 +23,7 @@ from asyncckpt.interop import convert, copy_pipeline, publish
 from asyncckpt.maintenance.pins import pin
 from asyncckpt.storage.local import LocalStore
 
-SAVES_FILE = "rank-00000-part-000.000900-00000000-0123456789ab.safetensors"
+SAVES_FILE = "rank-00000-part-000.999999-00000000-0123456789ab.safetensors"
 
 
 @pytest.fixture(autouse=True)
@@ -146,12 +146,12 @@ def test_a_pinned_checkpoint_is_not_replaced(work: Workdir) -> None:
 def test_files_of_a_save_that_may_be_under_way_are_refused_and_older_ones_are_not(kind: str, work: Workdir) -> None:
     file = standing(work, kind) / (SAVES_FILE if kind == "asyncckpt" else SAVES_FILE.replace("safetensors", "distcp"))
     file.write_bytes(b"x")
-    with pytest.raises(SaveFailedError, match="000900-00000000-0123456789ab") as caught:
+    with pytest.raises(SaveFailedError, match="999999-00000000-0123456789ab") as caught:
         work.convert(kind, overwrite=True)
     assert caught.value.code == "EAGAIN" and file.exists()
     file.unlink()
     if kind == "asyncckpt":
-        file.with_name(file.name.replace("000900", "000000")).write_bytes(b"x")
+        file.with_name(file.name.replace("999999", "000000")).write_bytes(b"x")
     work.convert(kind, overwrite=True)
     assert list(work.load()) == ["new"]
 

@@ -103,7 +103,6 @@ BAD_VALUES = {
     "error_or_none": [e for e in BAD_ERRORS if e != {}],
     "path": ["", "relative", "/a\0b", "/" + "x" * 4000, "/\ud800", "/" + "\u20ac" * 1400, b"/a", None],
     "figures": [None, [], {1: 2}, {"nbytes": -1}, {"seconds_write": "1"}, {"x": []}],
-    "path_or_none": ["relative", "/a\0b", b"/a", None, 0],
     "copy_phase": ["", "copied", b"done", None, 1],
     "text": ["x" * 201, "\ud800", b"x", None],
     "seconds": [-1, float("nan"), float("inf"), 1e9, "1", True, None],

@@ -54,6 +54,8 @@ BAD = {
     "world of none": _request(rank=0, world_size=0),
     "world too large": _request(world_size=100_001),
     "relative path": _request(path="a/b"),
+    "relative mirror": _request(mirror="a/b"),
+    "mirror with a NUL": _request(mirror="/a\0b"),
     "path with NUL": _request(path="/a\0b"),
     "path too long": _request(path="/" + "\u20ac" * 1400),
     "umask beyond permissions": _request(umask=0o1777),

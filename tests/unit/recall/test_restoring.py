@@ -404,7 +404,7 @@ def test_on_request_broken_ones_are_put_aside_and_offered_no_more(root: Path) ->
 def test_what_may_be_in_use_or_is_not_provably_ours_is_not_put_aside(root: Path, why: str) -> None:
     damage(root / "s30", "manifest" if why == "not ours" else "last byte of the data")
     if why == "newer files":  # somebody overwrites it right now
-        (root / "s30" / "rank-00000.000001-00000099-0123456789ab.index").touch()
+        (root / "s30" / "rank-00000.999999-00000099-0123456789ab.index").touch()
     if why == "a link":
         os.rename(root / "s30", root.parent / "elsewhere")
         os.symlink(root.parent / "elsewhere", root / "s30")

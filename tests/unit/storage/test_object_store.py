@@ -21,7 +21,7 @@ from asyncckpt.basics.urls import location_of, parent_of
 from asyncckpt.errors import ConfigError, UnsupportedPathError
 from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.gc import write_tombstone
-from asyncckpt.storage.catalog import candidates_in, next_epoch_beside, next_epoch_by_names
+from asyncckpt.storage.catalog import MAX_CLOCK_EPOCH, candidates_in, next_epoch_beside
 from asyncckpt.storage.checkpoint_dir import is_pinned
 from asyncckpt.storage.cloud import object_shards, object_store, retries
 from asyncckpt.storage.cloud.object_shards import ObjectShardWriter
@@ -353,8 +353,8 @@ def test_an_empty_bucket_has_no_entries_listed_or_not(store: ObjectStore) -> Non
 
 
 def test_beside_a_bucket_there_is_nothing(store: ObjectStore) -> None:
-    write_tombstone("s3://bucket/run", SaveId(4, 1, SAVE_ID.run_id), store, package="test", replaces=None)
-    assert next_epoch_beside("s3://bucket", store) == 5 and next_epoch_by_names("s3://bucket", store, "0" * 12) == 1
+    write_tombstone("s3://bucket/run", SaveId(MAX_CLOCK_EPOCH, 1, SAVE_ID.run_id), store, package="test", replaces=None)
+    assert next_epoch_beside("s3://bucket", store) == MAX_CLOCK_EPOCH + 1
     assert not is_pinned("s3://bucket", store)
 
 
@@ -370,13 +370,13 @@ def test_a_checkpoint_with_a_directory_marker_is_found(server: Server, served: O
     with pytest.raises(FileNotFoundError):
         candidates_in(root, served)
     for number in (1, 2):
-        path, save_id = f"{root}/step-{number}", SaveId(number, 1, SAVE_ID.run_id)
+        path, save_id = f"{root}/step-{number}", SaveId(MAX_CLOCK_EPOCH + number, 1, SAVE_ID.run_id)
         with Snapshot({"a": 5}, save_id=save_id) as snapshot:
             result = snapshot.write(path, served.as_files())
         publish(path, manifest_of(result, save_id=save_id, step=number), store=served)
         mark(f"marked/step-{number}")
     assert [found.step for found in candidates_in(root, served)] == [2, 1]
-    assert next_epoch_beside(f"{root}/step-3", served) == 3 == next_epoch_by_names(f"{root}/step-3", served, "0" * 12)
+    assert next_epoch_beside(f"{root}/step-3", served) == MAX_CLOCK_EPOCH + 3
     assert verify_checkpoint(f"{root}/step-2", served.as_files()).faults == []
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,15 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.manifest import encode_manifest
 from asyncckpt.format.names import SaveId, index_name
-from asyncckpt.storage.catalog import next_epoch_beside, read_manifest, scan
+from asyncckpt.storage.catalog import (
+    CLOCK_EPOCH_S,
+    CLOCK_EPOCHS_SINCE,
+    MAX_CLOCK_EPOCH,
+    epoch_by_clock,
+    next_epoch_beside,
+    read_manifest,
+    scan,
+)
 from asyncckpt.storage.contents import read_contents, read_objects
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import LocalStore
@@ -121,6 +130,14 @@ def test_scan_finds_one_level_below_and_names_states(tmp_path: Path) -> None:
     assert [f.path for f in scan(str(tmp_path / "a"), STORE)] == [str(tmp_path / "a")]
 
 
+def test_an_epoch_by_the_clock_is_above_those_of_ten_minutes_before_and_never_too_large(tmp_path: Path) -> None:
+    before = epoch_by_clock(time.time() - CLOCK_EPOCH_S)
+    assert before < next_epoch_beside(str(tmp_path / "step-1"), STORE) <= epoch_by_clock(time.time() + 1)
+    assert [epoch_by_clock(CLOCK_EPOCHS_SINCE + n * CLOCK_EPOCH_S) for n in (1, 1.9, 2)] == [1, 1, 2]
+    assert (epoch_by_clock(0), epoch_by_clock(1e12)) == (1, MAX_CLOCK_EPOCH), "a clock that is wrong"
+
+
+@pytest.mark.usefixtures("no_clock")
 def test_the_next_epoch_is_above_every_sibling(tmp_path: Path) -> None:
     assert next_epoch_beside(str(tmp_path / "new/step-1"), STORE) == 1
     save(tmp_path / "a", SaveId(3, 5, "a" * 12))
@@ -131,6 +148,7 @@ def test_the_next_epoch_is_above_every_sibling(tmp_path: Path) -> None:
     assert next_epoch_beside(str(tmp_path / "step-1"), STORE) == 8
 
 
+@pytest.mark.usefixtures("no_clock")
 @pytest.mark.parametrize(
     "name",
     ["rank-00000.{}.index", "rank-00003-part-001.{}.safetensors", "manifest.{}.tmp", "rank-00000.{}.objects.json"],
@@ -142,6 +160,7 @@ def test_the_next_epoch_is_above_what_was_never_committed(tmp_path: Path, name: 
     assert next_epoch_beside(str(tmp_path / "step-1"), STORE) == 5
 
 
+@pytest.mark.usefixtures("no_clock")
 def test_a_damaged_manifest_counts_by_its_files(tmp_path: Path) -> None:
     save(tmp_path / "a", SaveId(6, 0, "a" * 12))
     (tmp_path / "a" / "manifest.json").write_text("damaged")
@@ -156,6 +175,7 @@ def test_a_sibling_that_cannot_be_read_is_named(tmp_path: Path, method: str, cod
     assert (caught.value.errno, caught.value.filename) == (code, str(tmp_path / "a"))
 
 
+@pytest.mark.usefixtures("no_clock")
 def test_what_another_user_keeps_closed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "a")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)

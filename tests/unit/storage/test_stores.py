@@ -339,6 +339,7 @@ def memory() -> MemoryStore:
     return MemoryStore()
 
 
+@pytest.mark.usefixtures("no_clock")
 def test_a_save_is_committed_found_and_read(memory: MemoryStore, tmp_path: Path) -> None:
     one, two = ids(1, 2)
     saved(memory, "/store/s1", one, tmp_path, 1)
@@ -562,6 +563,7 @@ def test_what_a_prune_asks_for_does_not_grow_with_what_was_removed_before(
     assert [one.state for one in scan("s3://bucket/run", objects)] == [ABANDONED] * 5 + [COMMITTED] * 2
 
 
+@pytest.mark.usefixtures("no_clock")
 def test_what_stays_of_a_removed_checkpoint_counts_as_before(objects: ObjectStore, tmp_path: Path) -> None:
     (early,) = ids(1)
     manifest = begun(objects, "s3://bucket/run/early", early, tmp_path)
@@ -588,6 +590,7 @@ def test_a_manifest_whose_files_are_gone_is_told_of(objects: ObjectStore, tmp_pa
     assert not kept.is_removed and "not whole" in kept.kept
 
 
+@pytest.mark.usefixtures("no_clock")
 def test_manifests_of_a_listing_are_read_at_the_same_time(
     objects: ObjectStore, counting: Counting, tmp_path: Path
 ) -> None:

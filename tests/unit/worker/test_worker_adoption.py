@@ -133,7 +133,7 @@ def test_where_the_check_of_one_rank_fails_that_of_another_decides(
 def test_a_save_that_may_be_committed_does_not_end_by_a_rank_that_is_gone_until_that_is_known(committed: bool) -> None:
     bench = two_ranks()
     slot = bench.adopted(peer=b"p")
-    bench.say(m.Lineage, b"q", run=FIRST[-12:], path="/ckpt/a", mirror="", least_epoch=0)
+    bench.say(m.Lineage, b"q", run=FIRST[-12:], path="/ckpt/a", least_epoch=0)
     bench.read(slot, generation=4, rank=0, world_size=2)
     bench.say(m.Goodbye, b"q")
     assert bench.phase() == "recovering"

@@ -79,7 +79,6 @@ class Mob(Bench):
             "error_or_none": lambda: rng.choice(({}, ERROR)),
             "figures": lambda: rng.choice(({}, {"nbytes": 1})),
             "storage_options": lambda: rng.choice(({}, {"region": "eu"})),
-            "path_or_none": lambda: rng.choice(("", "/mirror/1")),
             "save_ids": lambda: tuple(self.save_id() for _ in range(rng.randrange(4))),
         }[kind]()
 

@@ -247,26 +247,26 @@ def test_a_failed_copy_is_told_again_until_it_arrives_and_to_the_next_follower(p
 
 
 def test_the_epoch_is_asked_through_and_an_error_told_there(pair: Pair) -> None:
-    assert pair.follower.say(m.Lineage, run=RUN, path=PATH, mirror="", least_epoch=0) is None
+    assert pair.follower.say(m.Lineage, run=RUN, path=PATH, least_epoch=0) is None
     pair.pump()
     assert not pair.follower.of(ac.ScanLineage)
     pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, error=ERROR)
     pair.pump()
     assert [code(said) for said in pair.heard[1] if isinstance(said, m.Refused)] == ["save_failed"]
-    pair.follower.say(m.Lineage, run=RUN, path=PATH, mirror="", least_epoch=0)
+    pair.follower.say(m.Lineage, run=RUN, path=PATH, least_epoch=0)
     pair.pump()
     pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=7)
     pair.pump()
     assert [said.epoch for said in pair.heard[1] if isinstance(said, m.LineageFound)] == [7]
-    assert pair.follower.say(m.Lineage, run=RUN, path="/ckpt/next", mirror="", least_epoch=0) == m.LineageFound(
+    assert pair.follower.say(m.Lineage, run=RUN, path="/ckpt/next", least_epoch=0) == m.LineageFound(
         id=pair.follower.ids, epoch=7
     )
-    assert pair.leader.say(m.Lineage, run=RUN, path=PATH, mirror="", least_epoch=0).epoch == 7
+    assert pair.leader.say(m.Lineage, run=RUN, path=PATH, least_epoch=0).epoch == 7
 
 
 def test_an_epoch_that_becomes_larger_is_not_told_before_it_is_found(pair: Pair) -> None:
     def asks(worker: Worker, **changes: Any) -> Any:
-        answer = worker.say(m.Lineage, **{"run": RUN, "path": PATH, "mirror": "", "least_epoch": 0, **changes})
+        answer = worker.say(m.Lineage, **{"run": RUN, "path": PATH, "least_epoch": 0, **changes})
         pair.pump()
         return answer
 
@@ -277,16 +277,16 @@ def test_an_epoch_that_becomes_larger_is_not_told_before_it_is_found(pair: Pair)
     pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=1)
     pair.pump()
     assert told() == [1]
-    asks(pair.follower, mirror="/mirror/a")
-    assert [scan.mirror for scan in pair.leader.of(ac.ScanLineage)] == ["/mirror/a"] and told() == [1]
+    asks(pair.follower, least_epoch=4)
+    assert len(pair.leader.of(ac.ScanLineage)) == 1 and told() == [1]
     pair.pump(BEAT_S)
     assert told() == [1]
-    pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, mirror="/mirror/a", mirror_epoch=4)
+    pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=2)
     pair.pump()
     assert told() == [1, 4]
-    assert asks(pair.follower, mirror="/mirror/b", least_epoch=4).epoch == 4, "its worker knows it"
+    assert asks(pair.follower, least_epoch=4).epoch == 4, "its worker knows it"
     assert asks(pair.leader, least_epoch=6) is None
-    pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH)
+    pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=2)
     pair.pump(BEAT_S)
     assert asks(pair.follower).epoch == 6
 
@@ -628,7 +628,7 @@ def test_a_follower_of_another_world_is_told_so(pair: Pair, world_size: int) -> 
 def test_a_follower_remembers_the_epochs_of_some_directories_only(pair: Pair) -> None:
     for n in range(MAX_DIRECTORIES + 5):
         path = f"/ckpt/{n}/a"
-        pair.follower.say(m.Lineage, run=RUN, path=path, mirror="", least_epoch=0)
+        pair.follower.say(m.Lineage, run=RUN, path=path, least_epoch=0)
         pair.pump()
         pair.leader.feed(ev.LineageScanned, run=RUN, path=path, epoch=7)
         pair.pump()

@@ -34,7 +34,7 @@ class Ranks(Bench):
             self.hello(self.peer(rank), self.session(rank), rank, world_size)
             self.slot(self.peer(rank))
             if join:
-                self.say(m.Lineage, self.peer(rank), run=RUN, path=PATH, mirror="", least_epoch=0)
+                self.say(m.Lineage, self.peer(rank), run=RUN, path=PATH, least_epoch=0)
                 for scan in self.of(ac.ScanLineage):
                     facts = {"run": scan.run, "path": scan.path}
                     self.feed(ev.LineageScanned, epoch=1, **facts)
@@ -168,7 +168,7 @@ def test_rank_that_comes_back_is_not_gone_any_more() -> None:
     bench.dies(1)
     bench.hello(b"again", "9" * 16, 1, 2)
     slot = bench.slot(b"again")
-    bench.say(m.Lineage, b"again", run=RUN, path=PATH, mirror="", least_epoch=0)
+    bench.say(m.Lineage, b"again", run=RUN, path=PATH, least_epoch=0)
     bench.stages(0)
     assert bench.outcome() is None
     bench.begin(slot, FIRST, peer=b"again")
@@ -193,7 +193,7 @@ def test_replaced_session_hands_its_rank_over_and_the_next_one_is_missed_when_it
 def test_second_session_of_a_rank_cannot_touch_its_save_and_its_death_ends_nothing() -> None:
     bench = Ranks()
     bench.hello(b"twin", "9" * 16, 1, 2)
-    bench.say(m.Lineage, b"twin", run=RUN, path=PATH, mirror="", least_epoch=0)
+    bench.say(m.Lineage, b"twin", run=RUN, path=PATH, least_epoch=0)
     twin = bench.slot(b"twin")
     bench.stages(0)
     bench.starts(1)
@@ -320,7 +320,7 @@ def test_ranks_that_give_one_call_two_epochs_hear_so_at_once() -> None:
 def test_rank_of_another_world_cannot_join_the_run() -> None:
     bench = Ranks()
     bench.hello(b"z", "9" * 16, 0, 3)
-    assert code(bench.say(m.Lineage, b"z", run=RUN, path=PATH, mirror="", least_epoch=0)) == "ranks_disagree"
+    assert code(bench.say(m.Lineage, b"z", run=RUN, path=PATH, least_epoch=0)) == "ranks_disagree"
     assert bench.core.tables.runs[RUN].members == {0: bench.session(0), 1: bench.session(1)}
     bench.stages(0)
     slot = bench.slot(b"z")
@@ -606,7 +606,7 @@ def test_ranks_of_a_run_get_one_epoch_and_another_run_a_larger_one() -> None:
     bench.hello(b"z", "9" * 16)
 
     def ask(peer: bytes, run: str, on_disk: int, path: str = PATH) -> Any:
-        reply = bench.say(m.Lineage, peer, run=run, path=path, mirror="", least_epoch=0)
+        reply = bench.say(m.Lineage, peer, run=run, path=path, least_epoch=0)
         for scan in bench.of(ac.ScanLineage):
             facts = {"run": scan.run, "path": scan.path}
             bench.feed(ev.LineageScanned, epoch=on_disk, **facts)
@@ -625,9 +625,7 @@ def test_ranks_that_ask_before_the_first_answer_and_repeats_are_one_scan_and_all
     scans = []
     for _ in range(3):
         for rank in range(2):
-            bench.say(
-                m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=f"{PATH}{rank}", mirror="", least_epoch=0
-            )
+            bench.say(m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=f"{PATH}{rank}", least_epoch=0)
             scans += bench.of(ac.ScanLineage)
     assert scans == [ac.ScanLineage(run=RUN, path=PATH + "0")]
     bench.feed(ev.LineageScanned, run=RUN, path=PATH + "0", epoch=2)
@@ -638,41 +636,28 @@ def test_ranks_that_ask_before_the_first_answer_and_repeats_are_one_scan_and_all
 def test_scan_that_fails_is_told_to_everybody_who_has_asked_and_the_next_question_scans_again() -> None:
     bench = Ranks(join=False)
     for rank in range(2):
-        bench.say(m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=PATH, mirror="", least_epoch=0)
+        bench.say(m.Lineage, bench.peer(rank), id=70 + rank, run=RUN, path=PATH, least_epoch=0)
     bench.feed(ev.LineageScanned, run=RUN, path=PATH, error=ERROR)
     assert {(a.peer, code(a.message)) for a in bench.of(ac.Send)} == {(bench.peer(r), "save_failed") for r in range(2)}
-    bench.say(m.Lineage, b"0", id=72, run=RUN, path=PATH, mirror="", least_epoch=0)
+    bench.say(m.Lineage, b"0", id=72, run=RUN, path=PATH, least_epoch=0)
     assert bench.of(ac.ScanLineage)
 
 
 def test_run_whose_saves_the_worker_knows_keeps_their_epoch() -> None:
     bench = Ranks(join=False)
     bench.starts(0, "000007-00000000-" + RUN)
-    bench.say(m.Lineage, b"1", id=70, run=RUN, path=PATH + "b", mirror="", least_epoch=0)
+    bench.say(m.Lineage, b"1", id=70, run=RUN, path=PATH + "b", least_epoch=0)
     bench.feed(ev.LineageScanned, run=RUN, path=PATH + "b", epoch=8)
     assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=7)
 
 
-def asks(bench: Bench, peer: bytes = b"0", run: str = RUN, mirror: str = "", least: int = 0, **found: int) -> int:
-    """Ask for the epoch of a run in the directory of `PATH`; `found`: what a scan finds there, if one is made."""
-    reply = bench.say(m.Lineage, peer, id=70, run=run, path=PATH, mirror=mirror, least_epoch=least)
-    for scan in bench.of(ac.ScanLineage):
-        facts = {"mirror_epoch": found["in_mirror"]} if scan.mirror else {}
-        on_disk = 0 if scan.has_epoch else found["on_disk"]
-        bench.feed(ev.LineageScanned, run=run, path=PATH, mirror=scan.mirror, epoch=on_disk, **facts)
+def asks(bench: Bench, peer: bytes = b"0", run: str = RUN, least: int = 0, on_disk: int = 0) -> int:
+    """Ask for the epoch of a run in the directory of `PATH`; `on_disk`: what a scan finds there, if one is made."""
+    reply = bench.say(m.Lineage, peer, id=70, run=run, path=PATH, least_epoch=least)
+    for _ in bench.of(ac.ScanLineage):
+        bench.feed(ev.LineageScanned, run=run, path=PATH, epoch=on_disk)
         reply = bench.of(ac.Send)[0].message
     return int(reply.epoch)
-
-
-def test_mirror_that_was_not_looked_at_makes_the_epoch_of_all_ranks_larger_once() -> None:
-    bench = Ranks(join=False)
-    assert asks(bench, on_disk=1) == 1
-    assert asks(bench, mirror="/mirror/8", in_mirror=4) == 4, "the disk is new, the mirror has seen three runs"
-    assert [asks(bench, peer, mirror="/mirror/9") for peer in (b"0", b"1")] == [4, 4], "without another look"
-    assert asks(bench, b"1") == 4, "a rank that has missed the save with the mirror"
-    assert asks(bench, mirror="/elsewhere/9", in_mirror=2) == 4
-    bench.hello(b"z", "9" * 16)
-    assert asks(bench, b"z", OTHER_RUN, on_disk=1) == 5
 
 
 def test_run_is_newer_than_what_it_has_restored_from_and_two_such_runs_differ() -> None:
@@ -685,22 +670,11 @@ def test_run_is_newer_than_what_it_has_restored_from_and_two_such_runs_differ() 
     assert asks(bench, b"0") == 499_003
 
 
-def test_scans_of_a_directory_with_and_without_a_mirror_are_two() -> None:
-    bench = Ranks(join=False)
-    asked = {"id": 70, "run": RUN, "path": PATH, "least_epoch": 0}
-    bench.say(m.Lineage, b"0", **asked, mirror="")
-    bench.say(m.Lineage, b"1", **asked, mirror="/mirror/1")
-    bench.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=2)
-    assert [a.peer for a in bench.of(ac.Send)] == [b"0"]
-    bench.feed(ev.LineageScanned, run=RUN, path=PATH, mirror="/mirror/1", epoch=2, mirror_epoch=7)
-    assert [(a.peer, a.message.epoch) for a in bench.of(ac.Send)] == [(b"1", 7)]
-
-
 def test_directories_whose_epochs_are_remembered_are_bounded() -> None:
     bench = Ranks()
     for number in range(100):
         path = f"/runs/{number}/a"
-        bench.say(m.Lineage, b"0", id=700 + number, run=RUN, path=path, mirror="", least_epoch=0)
+        bench.say(m.Lineage, b"0", id=700 + number, run=RUN, path=path, least_epoch=0)
         bench.feed(ev.LineageScanned, run=RUN, path=path, epoch=1)
     assert len(bench.core.tables.runs[RUN].epochs) == 64
 

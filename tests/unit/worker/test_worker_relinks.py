@@ -226,7 +226,7 @@ def test_a_rank_that_has_left_or_declined_is_not_waited_for_by_the_next_leader(p
 def test_the_epoch_is_asked_for_again() -> None:
     pair = Pair()
     pair.link()
-    pair.follower.say(m.Lineage, run=RUN, path=PATH, mirror="", least_epoch=0)
+    pair.follower.say(m.Lineage, run=RUN, path=PATH, least_epoch=0)
     pair.pump()
     replace_leader(pair)
     pair.leader.feed(ev.LineageScanned, run=RUN, path=PATH, epoch=7)

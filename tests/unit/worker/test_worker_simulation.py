@@ -324,7 +324,7 @@ class World(FakeResources):
         if trainer.welcomed and trainer.epoch is None and not asking:
             self.post(
                 peer,
-                trainer.ask(m.Lineage(id=trainer.id(), run=trainer.run, path="/ckpt/first", mirror="", least_epoch=0)),
+                trainer.ask(m.Lineage(id=trainer.id(), run=trainer.run, path="/ckpt/first", least_epoch=0)),
             )
         if trainer.epoch is None or self.luck(0.2):
             for message in list(trainer.waiting.values()):

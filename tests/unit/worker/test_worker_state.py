@@ -422,14 +422,14 @@ def test_history_of_ended_saves_is_bounded(bench: Bench) -> None:
 def test_lineage_counts_saves_that_no_disk_shows_yet(bench: Bench) -> None:
     bench.begin(bench.slot(), "000007-00000000-aaaaaaaaaaaa", path="/ckpt/first")
     for path, epoch in (("/ckpt/b", 8), ("/elsewhere/b", 2)):
-        bench.say(m.Lineage, id=70, run=OTHER_RUN, path=path, mirror="", least_epoch=0)
+        bench.say(m.Lineage, id=70, run=OTHER_RUN, path=path, least_epoch=0)
         bench.feed(ev.LineageScanned, run=OTHER_RUN, path=path, epoch=2)
         assert bench.of(ac.Send)[0].message == m.LineageFound(id=70, epoch=epoch)
 
 
 def test_lineage_beyond_the_last_epoch_is_refused(bench: Bench) -> None:
     bench.begin(bench.slot(), "999999-00000000-aaaaaaaaaaaa", path="/ckpt/first")
-    bench.say(m.Lineage, id=70, run=OTHER_RUN, path=PATH, mirror="", least_epoch=0)
+    bench.say(m.Lineage, id=70, run=OTHER_RUN, path=PATH, least_epoch=0)
     bench.feed(ev.LineageScanned, run=OTHER_RUN, path=PATH, epoch=2)
     assert bench.of(ac.Send)[0].message.error["fields"]["code"] == "epoch"
 

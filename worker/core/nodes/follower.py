@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncckpt.basics.urls import parent_of
 from asyncckpt.errors import AsyncCkptError, ProtocolError, WorkerUnavailableError, from_wire
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import MAX_TABLE, MAX_TEXT_CHARS
@@ -59,7 +58,6 @@ class _Question:
 
     rank: int
     path: str
-    mirror: str
     least_epoch: int
     number: int
 
@@ -186,7 +184,7 @@ class Follower:
         key = (session.peer, m.id)
         if key not in followed.questions:
             followed.last_question += 1
-            followed.questions[key] = _Question(session.rank, m.path, m.mirror, m.least_epoch, followed.last_question)
+            followed.questions[key] = _Question(session.rank, m.path, m.least_epoch, followed.last_question)
             self._t.to_report.add(run.run_id)
         return None
 
@@ -278,8 +276,6 @@ class Follower:
         for key, question in list(followed.questions.items()):
             if os.path.dirname(question.path) == parent and question.number <= row["number"]:
                 del followed.questions[key]
-                if not row["error"] and question.mirror:
-                    followed.run.remember_epoch(parent, row["epoch"], parent_of(question.mirror))
                 if row["error"]:
                     self._t.refuse(*key, from_wire(row["error"]))
                 else:
@@ -527,7 +523,6 @@ def _question_rows(followed: _Followed) -> Iterator[Row]:
         yield {
             "rank": question.rank,
             "path": question.path,
-            "mirror": question.mirror,
             "least_epoch": question.least_epoch,
             "number": question.number,
         }

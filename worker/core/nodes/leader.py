@@ -385,9 +385,7 @@ class Leader:
         follower.questions[parent] = (row["path"], row["number"])
         self._answers.pop((follower.run_id, parent), None)
         session = self._session(follower, row["rank"])
-        request = Lineage(
-            id=0, run=follower.run_id, path=row["path"], mirror=row["mirror"], least_epoch=row["least_epoch"]
-        )
+        request = Lineage(id=0, run=follower.run_id, path=row["path"], least_epoch=row["least_epoch"])
         self._lineages.ask(session, request)
 
     def epoch_found(self, run_id: str, path: str, epoch: int, error: Wire | None) -> None:
