@@ -178,7 +178,14 @@ QUESTION = Question(
     run,
     [
         f"*/{name}"
-        for name in ("extra_s", "extra_save_s", "none/lost_s", "none/save_s", "none/first_save_s", "mirror/first_save_s")
+        for name in (
+            "extra_s",
+            "extra_save_s",
+            "none/lost_s",
+            "none/save_s",
+            "none/first_save_s",
+            "mirror/first_save_s",
+        )
     ],
     options={"mib": 16, "saves": 12},
     smallest="--mib 4 --saves 2",
