@@ -13,6 +13,8 @@ A node is a nested tuple, which can be compared, hashed and packed as msgpack:
     ("N", n)                                     numpy array, stored as tensor number n
     ("B", n)                                     bytes, stored as tensor number n of dtype uint8
     ("O", n)                                     object number n
+    ("E", n)                                     a part without elements of a sharded tensor, in place of which other
+                                                 ranks may have an "s" node; tensor number n, which has no elements
 
 A factory is one of `FACTORIES`, None, or "?" for another one, which is not stored. An "r" node adds no key to the paths
 of its leaves.
@@ -33,7 +35,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
@@ -200,11 +202,11 @@ def checked_key(raw: Any, depth: int = 0) -> Key:
 
 
 DICT, ORDERED_DICT, LIST, TUPLE, PER_RANK, COMPOSITE = "d", "o", "l", "t", "r", "s"
-TENSOR, ARRAY, BYTES, OBJECT = "T", "N", "B", "O"
+TENSOR, ARRAY, BYTES, OBJECT, EMPTY_PART = "T", "N", "B", "O", "E"
 MAPPINGS = (DICT, ORDERED_DICT)
 SEQUENCES = (LIST, TUPLE)
 CONTAINERS = (*MAPPINGS, *SEQUENCES, COMPOSITE, PER_RANK)
-LEAVES = (TENSOR, OBJECT, ARRAY, BYTES)
+LEAVES = (TENSOR, OBJECT, ARRAY, BYTES, EMPTY_PART)
 """The kinds of nodes: the first member of each, as it is on disk."""
 
 KEYED = (*MAPPINGS, COMPOSITE)
@@ -394,6 +396,28 @@ def per_rank_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         for key, child in members(node):
             if child[0] in CONTAINERS:
                 yield from per_rank_nodes(child, (*path, key))
+
+
+def has_own_nodes(node: Node) -> bool:
+    """Whether there is an "r" or "E" node at or below `node`, which has a meaning for its rank only."""
+    if node[0] in (PER_RANK, EMPTY_PART):
+        return True
+    inner = members(node) if node[0] in (*MAPPINGS, *SEQUENCES) else ()
+    return any(has_own_nodes(child) for _, child in inner if child[0] in (*CONTAINERS, EMPTY_PART))
+
+
+def with_empty_parts(node: Node, numbers: Collection[int]) -> Node:
+    """Return a tree with "E" nodes in place of the "T" nodes of these numbers."""
+    if node[0] == TENSOR:
+        return (EMPTY_PART, node[1]) if node[1] in numbers else node
+    if node[0] == PER_RANK:
+        return (PER_RANK, with_empty_parts(node[1], numbers))
+    if node[0] in MAPPINGS:
+        items = (with_empty_parts(one, numbers) if i % 2 else one for i, one in enumerate(node[1]))
+        return (node[0], tuple(items), *node[2:])
+    if node[0] in SEQUENCES:
+        return (node[0], tuple(with_empty_parts(child, numbers) for child in node[1]), *node[2:])
+    return node
 
 
 def checked(raw: Any, n_tensors: int, n_objects: int, depth: int = 0, per_rank: bool = False) -> Node:

@@ -421,6 +421,8 @@ class _Matcher:
             self._match_composite(leaf, saved_fqn)
             return
         found = self._saved.leaves.get(saved_fqn)
+        if found is None and node[0] == TENSOR and self._match_empty_part(leaf, saved_fqn):
+            return
         if found is None:
             self._match_container(leaf, value, saved_fqn)
             return
@@ -703,6 +705,8 @@ class _Matcher:
         if found in numbers:
             return
         numbers.append(found)
+        if tensor.is_empty_part and target.is_empty_part:
+            return
         if target.global_shape != tensor.global_shape:
             self._refuse(_shape_mismatch(fqn, tensor, target, self._path))
             return
@@ -743,6 +747,24 @@ class _Matcher:
             self._match_tensor(TargetLeaf((*path, *one.path), f"{fqn}.{fqn_of(one.path)}", *one[2:]), number)
         self._record_filled(leaf)
 
+    def _match_empty_part(self, leaf: TargetLeaf, saved_fqn: str) -> bool:
+        """Match a sharded tensor of which this process holds no elements with a composite one; it stays as it is.
+
+        It may be plain here, and of the saved class on the ranks that hold elements.
+        """
+        entry, value = self._saved.node_at(saved_fqn, leaf.path), unwrap_per_rank(leaf.holder[leaf.key])
+        if entry is None or entry[1][0] != COMPOSITE:
+            return False
+        target, rest = target_tensor(value, leaf.fqn), self._rest_of(entry[1])
+        if not target.is_empty_part or rest.get(SHARDED) is None or rest["size"] != list(target.global_shape):
+            return False
+        self._record_read(entry[1], entry[0])
+        self._record_filled(leaf)
+        return True
+
+    def _rest_of(self, node: Node) -> dict[str, Any]:
+        return rest_of(node, self._objects.value(*self._saved.object_at(node[2])), self._saved, self._path)
+
     def _fits(self, node: Node, rests: Sequence[Any], found: Node) -> bool:
         return node[3] not in TENSOR_KINDS and self._composite_mismatch("", node, rests, found) is None
 
@@ -753,7 +775,7 @@ class _Matcher:
             UnsupportedLeafError: Its type is not registered, or it cannot be sharded like the parameter.
         """
         saved = self._saved
-        rest = rest_of(node, self._objects.value(*saved.object_at(node[2])), saved, self._path)
+        rest = self._rest_of(node)
         if node[3] in TENSOR_KINDS or rest.get(SHARDED) is None:
             return None
         refuse_unknown_types(node, rest, saved, self._path, self._objects.type_of)
@@ -789,7 +811,7 @@ class _Matcher:
         names, own_names = (", ".join(map(str, one[1][::2])) for one in (found, node))
         if is_subclass and names != own_names:
             return composite_mismatch(fqn, node[3], f"the components {names}", own_names, self._path)
-        saved = rest_of(found, self._objects.value(*self._saved.object_at(found[2])), self._saved, self._path)
+        saved = self._rest_of(found)
         size, wanted = saved.get("size"), rest.get("size")
         if size != wanted and type(size) is type(wanted) is list:  # jagged tensors have no size
             return ShapeMismatchError(

@@ -17,7 +17,7 @@ from asyncckpt.basics.paths import checkpoint_path
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import ConfigError, LeafTypeMismatchError, MissingKeysError, PerRankUnavailableError
-from asyncckpt.format.state_tree import ARRAY, BYTES, OBJECT, TENSOR, Node, composite_nodes, fqn_of, leaves
+from asyncckpt.format.state_tree import ARRAY, BYTES, EMPTY_PART, OBJECT, TENSOR, Node, composite_nodes, fqn_of, leaves
 from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.loading.byte_ranges import region_of
 from asyncckpt.loading.fetch import bytes_of, read_tensor, thread_count
@@ -170,7 +170,7 @@ class OpenCheckpoint:
         if type(rank) is not int or not 0 <= rank < self.world_size:
             raise ConfigError(f"rank={rank!r}: {self.world_size} ranks saved {self.path}", field="rank", value=rank)
         structure = self._contents.ranks[rank].structure
-        found = {fqn_of(path): node for path, node in leaves(structure.tree) if node[0] != TENSOR}
+        found = {fqn_of(path): node for path, node in leaves(structure.tree) if node[0] not in (TENSOR, EMPTY_PART)}
 
         def value(node: Node) -> Any:
             if node[0] == OBJECT:

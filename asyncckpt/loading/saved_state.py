@@ -36,6 +36,7 @@ from asyncckpt.format.state_tree import (
     COMPOSITE,
     CONTAINERS,
     DICT,
+    EMPTY_PART,
     MAPPINGS,
     OBJECT,
     ORDERED_DICT,
@@ -48,10 +49,10 @@ from asyncckpt.format.state_tree import (
     Path,
     composite_nodes,
     fqn_of,
+    has_own_nodes,
     leaves,
     members,
     named_leaves,
-    per_rank_nodes,
     whole_leaves,
 )
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
@@ -101,6 +102,8 @@ class SavedTree:
         self._first_objects: list[int] = []
         self._per_rank_names: dict[str, None] = {}
         self.unlike: set[str] = set()
+        self._empty_parts: set[int] = set()
+        """Numbers of the reader's own parts without elements. What another rank has in their place is seen instead."""
         self._namesakes: dict[str, dict[Path, Node]] = {}
         """FQN -> nodes at further paths that have this FQN. IMPORTANT: filled when `_nodes` is first read."""
 
@@ -119,9 +122,10 @@ class SavedTree:
                 continue
             known.add(structure.tree)
             seen: Node | None = structure.tree
-            if rank or any(per_rank_nodes(structure.tree)):  # else it has the common numbers
+            if rank or has_own_nodes(structure.tree):  # else it has the common numbers
                 view = self._view(rank, own=rank == self.reader_rank)
                 seen = view.renumbered(structure.tree, ())
+                self._check_empty_parts(rank, view)
                 self._per_rank_names.update(dict.fromkeys(view.other_ranks_only))
                 empty.update(dict.fromkeys(view.empty_of_other_ranks))
             if joined is None or seen is None:
@@ -139,7 +143,8 @@ class SavedTree:
         what it has saved gets nothing else in such a state, and nothing in its groups: only states with names as keys
         are joined.
         """
-        if first is OTHER_RANKS_ONLY:
+        is_empty = first[0] == TENSOR and first[1] in self._empty_parts and other is not OTHER_RANKS_ONLY
+        if first is OTHER_RANKS_ONLY or is_empty:
             return other
         if first[0] in MAPPINGS and other[0] in MAPPINGS:
             if self.reader_rank is not None and is_optimizer_state(first) and not _are_joined(first, other):
@@ -155,6 +160,15 @@ class SavedTree:
         if self.reader_rank is None and are_unlike:
             self.unlike.add(fqn_of(path))
         return first
+
+    def _check_empty_parts(self, rank: int, view: _RankView) -> None:
+        for number in view.empty_parts:
+            if not self.tensors[number].is_empty_part:
+                name, index = self.tensors[number].fqn, self._contents.manifest.ranks[rank].index_name
+                raise corrupt(
+                    self._contents.path, index, f"{name!r} is marked as a part without elements, and has some"
+                )
+        self._empty_parts.update(view.empty_parts if rank == self.reader_rank else ())
 
     def _view(self, rank: int, *, own: bool) -> _RankView:
         entries = self._contents.ranks[rank].structure.tensors
@@ -346,12 +360,14 @@ class _RankView:
     Attributes:
         other_ranks_only: FQNs of the rank's `PerRank` leaves, unless it is the reader's own rank.
         empty_of_other_ranks: FQNs of its `PerRank` values that hold no leaf, unless it is the reader's own rank.
+        empty_parts: Common numbers of the rank's parts without elements. Only the own rank sees them, as tensors.
     """
 
     def __init__(self, tensor_number: Callable[[int], int], first_object: int, *, own: bool) -> None:
         self._tensor_number, self._first_object, self._own = tensor_number, first_object, own
         self.other_ranks_only: list[str] = []
         self.empty_of_other_ranks: list[str] = []
+        self.empty_parts: list[int] = []
 
     def renumbered(self, node: Node, path: Path) -> Node | None:
         """Return `node` with common numbers; None if it holds only leaves that belong to another rank."""
@@ -360,6 +376,9 @@ class _RankView:
             return (kind, self._tensor_number(node[1]))
         if kind == OBJECT:
             return (kind, node[1] + self._first_object)
+        if kind == EMPTY_PART:
+            self.empty_parts.append(self._tensor_number(node[1]))
+            return (TENSOR, self.empty_parts[-1]) if self._own else None
         if kind == PER_RANK:
             if self._own:
                 return self.renumbered(node[1], path)
@@ -539,7 +558,8 @@ def report_rank_differences(
     """
     differing: list[str] = []
     numbers: dict[str, int] = {}
-    of_one_rank = {own[0] for own in map(split_per_rank_name, contents.tensors) if own is not None}
+    of_ranks = (name for name, tensor in contents.tensors.items() if not tensor.is_empty_part)
+    of_one_rank = {own[0] for own in map(split_per_rank_name, of_ranks) if own is not None}
     ours = () if saved.reader_rank is None else contents.ranks[saved.reader_rank].structure.tensors
     our_names = {tensor.fqn for tensor in ours}
     for fqn, node in found:

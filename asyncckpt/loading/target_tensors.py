@@ -55,13 +55,19 @@ class TargetTensor(NamedTuple):
     shards: tuple[LocalShard, ...]
 
     @property
+    def is_empty_part(self) -> bool:
+        """Whether it is a sharded tensor of which this process holds no elements, though it has some."""
+        return 0 not in self.global_shape and not any(part.numel() for part, _ in self.shards)
+
+    @property
     def is_whole(self) -> bool:
         """Whether `value` itself is the plain tensor that is filled."""
         return len(self.shards) == 1 and self.shards[0].tensor is self.value
 
     def takes(self, saved: SavedTensor) -> bool:
-        """Whether it has the shape and dtype of `saved`."""
-        return (self.dtype, self.global_shape) == (getattr(torch, saved.dtype, None), saved.global_shape)
+        """Whether it has the shape and dtype of `saved`, or both are parts without elements of a sharded tensor."""
+        has_shape = self.global_shape == saved.global_shape or (saved.is_empty_part and self.is_empty_part)
+        return has_shape and self.dtype == getattr(torch, saved.dtype, None)
 
     def holds_values_of(self, saved: SavedTensor) -> bool:
         """Whether the dtype can hold the values of `saved`, possibly with less precision."""

@@ -488,6 +488,9 @@ def reusable_state_tensors(
             is_alike = mine is not None and mine[0] == COMPOSITE and fits(mine, flat.objects, one)
             if is_alike and _reuse_composite(reused, one, value, saved):
                 continue
+            if parameter is not None and target_tensor(parameter, "").is_empty_part:
+                reused.composites[one] = _empty_like(parameter, parameter.dtype)
+                continue
             made = None if parameter is None else make_like(parameter, one)
             if made is not None:
                 _reuse_composite(reused, one, made, saved)
@@ -556,11 +559,14 @@ def _value_at(state: Any, path: Path) -> Any:
 
 
 def _sharded_like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
-    """Return a new tensor that is sharded like a parameter, if `saved` has its shape."""
-    if tuple(parameter.shape) != saved.global_shape:
+    """Return a new tensor that is sharded like a parameter, if `saved` has its shape, or both are empty parts."""
+    has_shape = tuple(parameter.shape) == saved.global_shape
+    if not has_shape and not (saved.is_empty_part and target_tensor(parameter, "").is_empty_part):
         return None
     dtype = getattr(torch, saved.dtype, None)
-    if dtype is None:
-        return None
+    return None if dtype is None else target_tensor(_empty_like(parameter, dtype), "")
+
+
+def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.no_grad():
-        return target_tensor(torch.empty_like(parameter, dtype=dtype, requires_grad=False), "")
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)

@@ -15,7 +15,7 @@ from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.dcp import build_dcp_layout, room_for_dcp
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout, room_for
 from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
-from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
+from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves, with_empty_parts
 from asyncckpt.format.structure import Box, Structure, TensorEntry, encode_structure
 from asyncckpt.planning.contributions import Contribution, TensorKey
 from asyncckpt.planning.file_groups import grouped_layout
@@ -42,6 +42,7 @@ class TensorWrite(NamedTuple):
         is_unagreed: Whether the ranks have not agreed on this tensor yet.
         origins: For a shard, aligned with `boxes`: offsets in the global tensor of the part that contains the box.
             Empty for a whole tensor.
+        is_empty_part: Whether it is a part without elements of a sharded tensor, which this rank stores for itself.
     """
 
     key: TensorKey
@@ -50,10 +51,26 @@ class TensorWrite(NamedTuple):
     shared: tuple[SharedTensor, ...] = ()
     is_unagreed: bool = False
     origins: tuple[tuple[int, ...], ...] = ()
+    is_empty_part: bool = False
 
 
-def shard_write(key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement | None) -> TensorWrite:
+def shard_write(
+    number: int,
+    key: TensorKey,
+    leaf: ShardLeaf,
+    rank: int,
+    agreement: Agreement | None,
+    empty_shape: tuple[int, ...] | None = None,
+) -> TensorWrite:
     """Return what `rank` writes of a tensor of which it holds shards.
+
+    Args:
+        number: Index of the tensor into `Flattened.tensors`.
+        key: FQN, dtype and global shape of the tensor.
+        leaf: Its parts.
+        rank: Rank of this process.
+        agreement: Agreement of the ranks; None: a single process.
+        empty_shape: Shape of the tensor that this process has in place of parts, if it may store that for itself.
 
     Raises:
         RanksDisagreeError, OverlappingShardsError: The ranks contradict each other about this tensor.
@@ -68,6 +85,9 @@ def shard_write(key: TensorKey, leaf: ShardLeaf, rank: int, agreement: Agreement
             text = f"rank {rank} of the checkpointer holds a shard of {fqn!r} that another rank of its mesh should hold"
             raise contradiction(text + "; give the checkpointer the rank numbers of torch.distributed", [rank])
         assignment = agreement.shards.assignment(rank, claim)
+        if empty_shape is not None and agreement.shards.is_empty_part(rank, claim):
+            whole, own = (TensorBox(number, _origin(len(empty_shape)), empty_shape),), per_rank_name(fqn, rank)
+            return TensorWrite((fqn, dtype, empty_shape), own, whole, (), assignment.is_unagreed, is_empty_part=True)
     boxes, origins, shared = [], [], []
     for box, source, assigned in zip(leaf.boxes, leaf.sources, assignment.boxes, strict=True):
         offsets, sizes = box
@@ -177,7 +197,7 @@ def make_plan(
         check_dcp_items(flat.tree)
     own = flat.per_rank
     writes = [
-        shard_write(key, flat.shards[number], rank, agreement)
+        shard_write(number, key, flat.shards[number], rank, agreement, _empty_shape(flat, number, layout))
         if number in flat.shards
         else _tensor_write(number, key, rank, None if number in own else agreement, is_own=number in own)
         for number, key in enumerate(_keys(flat))
@@ -192,8 +212,9 @@ def make_plan(
         return replace(known, agreement=agreement, unagreed=unagreed, shared=shared)
     placed = _placed(specs, files_per_rank, max_shard_nbytes, layout, groups_by_role=groups_by_role)
     chunks = iter(placed.chunks)
+    empty = {number for number, write in enumerate(writes) if write.is_empty_part}
     structure = Structure(
-        tree=flat.tree,
+        tree=with_empty_parts(flat.tree, empty) if empty else flat.tree,
         tensors=tuple(
             TensorEntry(
                 fqn=write.stored,
@@ -219,6 +240,14 @@ def make_plan(
         unagreed=unagreed,
         shared=shared,
     )
+
+
+def _empty_shape(flat: Flattened, number: int, layout: str) -> tuple[int, ...] | None:
+    """Return the shape of the tensor in place of the parts of a shard; None: there are some, or layout dcp has none."""
+    tensor = flat.tensors[number]
+    if flat.shards[number].boxes or tensor.numel() or layout == DCP:
+        return None
+    return tuple(tensor.shape)
 
 
 def _placed(

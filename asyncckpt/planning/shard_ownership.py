@@ -5,7 +5,8 @@ its name which of these writes it. Boxes that are described one by one need an a
 compared as a whole, at a meeting, are split and balanced between the holders. Before that, one holder writes the whole
 box, so that no stored box mixes bytes that were never compared.
 
-A shard is never stored per rank. A name about which the ranks contradict each other cannot be saved.
+A shard is never stored per rank, but for one without elements: the other ranks may hold a subclass, of which they store
+components under other names. A name about which the ranks contradict each other cannot be saved.
 """
 
 from __future__ import annotations
@@ -220,6 +221,30 @@ class ShardOwnership:
             return BoxAssignment(all_rows(box) if claim.is_first and writer in (rank, None) else ())
         return _written_by_one(rank, claim.fqn, holders_in(grid, rank), box)
 
+    def is_empty_part(self, rank: int, claim: ShardClaim) -> bool:
+        """Whether `rank` holds a part without elements of a tensor that other ranks may store under other names only.
+
+        So it is if the ranks have not agreed on it yet; or if no other rank claims a part of it, and each claims parts
+        of components (`FQN.name`) instead. Then nobody has elements under this name, and it must not be missed.
+        """
+        if claim.grid is None or 0 in claim.shape:
+            return False
+        if position_in(claim.grid, rank) is None or claim.boxes_of_rank(rank):
+            return False
+        if not self._has_reported(rank, claim):
+            return True
+        return claim.fqn not in self._shardings and self._have_components(claim)
+
+    def _have_components(self, claim: ShardClaim) -> bool:
+        """Whether all ranks with elements of a tensor on a grid claim components of it, and not the tensor."""
+        assert claim.grid is not None
+        held = nbytes_by_position(claim.grid, claim.shape, 1)
+        holders = {rank for rank, n in zip(claim.grid.ranks, held, strict=True) if n}
+        below = (reports for fqn, reports in self._reported.items() if fqn.startswith(f"{claim.fqn}."))
+        owners = {rank for reports in below for ranks, _ in reports for rank in ranks}
+        own = {rank for ranks, _ in self._reported[claim.fqn] for rank in ranks}
+        return holders <= owners and not holders & own
+
     @cached_property
     def _first_holders(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
         """By (global shape, box), the rank in `BoxSharding.firsts`; None if it differs between tensors."""
@@ -371,7 +396,8 @@ def resolve_sharding(
         world_size: Number of ranks of the checkpointer.
 
     Returns:
-        None if not all ranks of its mesh have reported it; an error if ranks contradict each other.
+        None if not all ranks of its mesh have reported it, but for ranks that hold no elements of it; an error if ranks
+        contradict each other.
     """
     first = reports[0].claim
     for _, claim in reports[1:]:
@@ -387,12 +413,18 @@ def resolve_sharding(
         distinct = list(dict.fromkeys(grids))
         reporters = reports[0].ranks if len(reports) == 1 else tuple({r for ranks, _ in reports for r in ranks})
         members = set(reporters)
-        if not all(members.issuperset(grid.ranks) for grid in distinct):
+        if not all(members.issuperset(grid.ranks) or _has_all_holders(members, grid, first.shape) for grid in distinct):
             return None
         joined = distinct[0] if len(distinct) == 1 else _joined(tuple(distinct))
         if joined is not None:
             return MeshSharding(joined, first.shape, itemsize)
     return _box_sharding(reports, itemsize)
+
+
+def _has_all_holders(members: Collection[int], grid: Grid, shape: tuple[int, ...]) -> bool:
+    """Whether `members` are ranks of a grid that hold elements, and no other rank of it holds any."""
+    held = dict(zip(grid.ranks, nbytes_by_position(grid, shape, 1), strict=True))
+    return any(held.get(rank) for rank in members) and not any(n for rank, n in held.items() if rank not in members)
 
 
 @functools.lru_cache(256)

@@ -163,6 +163,11 @@ class SavedTensor(NamedTuple):
     global_shape: tuple[int, ...]
     chunks: tuple[tuple[int, Chunk], ...]
 
+    @property
+    def is_empty_part(self) -> bool:
+        """Whether it is what a rank without elements of a sharded tensor has stored in place of its part."""
+        return 0 in self.global_shape and split_per_rank_name(self.fqn) is not None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
