@@ -165,7 +165,7 @@ def test_tags_are_those_of_the_spec() -> None:
 
 def test_tree_nodes_are_those_of_the_spec() -> None:
     kinds = [row[0][2] for row in table(SPEC, "node", "means")]
-    assert kinds == [*state_tree.CONTAINERS, "T", "N", "B", "O"]
+    assert kinds == [*state_tree.CONTAINERS, "T", "N", "B", "O", "E"]
 
 
 def test_keys_with_a_tag_are_those_of_the_spec() -> None:
