@@ -43,7 +43,7 @@ class MemoryStore(Store):
                 self._put_new(name, bytes(data))
 
     def shard_writer(
-        self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
+        self, path: str, image: Image, offset: int, nbytes: int, *, block_nbytes: int, aligned: bool, fsync: bool
     ) -> ShardWriter:
         raise UnsupportedByStoreError("shards", path)
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator
 
 from asyncckpt.doctor.findings import OK, Check, Finding, fail, findings_of, ok
+from asyncckpt.format.checksums import OBJECT_BLOCK_NBYTES
 from asyncckpt.storage.store import Store
 
 _CONTENT = bytes(range(256)) * 4
@@ -75,7 +76,9 @@ def _reading(name: str, store: Store) -> Finding:
 
 
 def _uploads(name: str, store: Store) -> Finding:
-    shard = store.shard_writer(name, memoryview(_CONTENT), 0, len(_CONTENT), aligned=False, fsync=True)
+    shard = store.shard_writer(
+        name, memoryview(_CONTENT), 0, len(_CONTENT), block_nbytes=OBJECT_BLOCK_NBYTES, aligned=False, fsync=True
+    )
     try:
         shard.write_extent(0, len(_CONTENT))
         shard.finish()

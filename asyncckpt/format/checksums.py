@@ -8,9 +8,16 @@ from typing import Any, Protocol
 
 import xxhash
 
+from asyncckpt.basics.urls import is_object_url
+
 BLOCK_NBYTES = 256 * 1024
 """Bytes of a shard file that have one checksum. Two threads hash 256 KiB blocks at 30 GB/s, 1 MiB blocks at 33 GB/s
 (docs/adr/0002)."""
+
+OBJECT_BLOCK_NBYTES = 32 * 1024
+"""The same of a checkpoint that is in an object store or is copied to one, where bytes that are read for nothing cost
+most; `BLOCK_NBYTES` is a multiple. Not of others: disks are fast, an index grows, and xxhash 4.1 does not release the
+GIL for 64 KiB or less (docs/adr/0062)."""
 
 DIGEST_NBYTES = 8
 """Bytes of one block's checksum: xxh3_64, little endian, seed 0."""
@@ -25,13 +32,23 @@ class Buffer(Protocol):
     def __len__(self) -> int: ...
 
 
-def block_count(nbytes: int) -> int:
+def block_nbytes_at(path: str, mirror: str = "") -> int:
+    """Return how many bytes a block of a new checkpoint has.
+
+    Args:
+        path: Its path or URL.
+        mirror: Path or URL that it is copied to; "": none.
+    """
+    return OBJECT_BLOCK_NBYTES if is_object_url(path) or is_object_url(mirror) else BLOCK_NBYTES
+
+
+def block_count(nbytes: int, block_nbytes: int) -> int:
     """Return how many blocks cover `nbytes`; the last one may be short."""
-    return -(-nbytes // BLOCK_NBYTES)
+    return -(-nbytes // block_nbytes)
 
 
 def block_digest(block: Buffer) -> bytes:
-    """Return the 8-byte checksum of one block. Releases the GIL."""
+    """Return the 8-byte checksum of one block."""
     return xxhash.xxh3_64_intdigest(block).to_bytes(DIGEST_NBYTES, "little")  # type: ignore[arg-type]
 
 

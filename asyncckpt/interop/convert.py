@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncckpt.basics.paths import absolute_path, checkpoint_path, current_umask, is_url
 from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
+from asyncckpt.format.checksums import BLOCK_NBYTES, OBJECT_BLOCK_NBYTES
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT, TENSOR
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
@@ -311,7 +312,8 @@ class Conversion:
             beside: Called with what is written; returns the contents of further files of a target of kind `hf`, by
                 name. They take precedence over companion files of the source.
             save_id: ID of the save that a target `asyncckpt` is of, which the caller then copies from a temporary
-                directory, and calls `step` for that. None: one that is newer than what is beside the path.
+                directory to an object store, and calls `step` for that. None: one that is newer than what is beside the
+                path.
             progress: As of `convert`.
         """
         self._progress, source_files = progress, files_at(source)
@@ -377,9 +379,10 @@ class Conversion:
     def _target(self, outline: Outline, path: str, save_id: SaveId | None) -> Target:
         if self._to != "asyncckpt":
             return _TARGETS[self._to](outline, self._files, self._max_shard_nbytes)
+        block_nbytes = BLOCK_NBYTES if save_id is None else OBJECT_BLOCK_NBYTES
         if save_id is None:
             save_id = SaveId(next_epoch_beside(path, LocalStore(self._files)), 0, secrets.token_hex(6))
-        return asyncckpt_target(outline, save_id, self._files, self._umask, self._max_shard_nbytes)
+        return asyncckpt_target(outline, save_id, self._files, self._umask, self._max_shard_nbytes, block_nbytes)
 
     def _companion_files(self, contents: Contents) -> tuple[dict[str, str | bytes], list[str]]:
         """Return the files of a Hugging Face directory that are copied to the target: their paths by name; and the

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from asyncckpt.basics.deferred_signals import join_all, signals_deferred
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.layout import Payload, round_up
 from asyncckpt.format.torch_zip import combined_crc32
 from asyncckpt.memory.mapping import Mapping as Memory
@@ -90,12 +91,14 @@ class Target:
             the digests. None: there are none.
         keeps_nesting: Whether a reader finds the same containers, with keys of the same types, and the same tied
             tensors.
+        block_nbytes: Bytes of a file that have one digest.
     """
 
     files: Sequence[OutputFile]
     is_directory: bool
     finish: Callable[[str, dict[str, bytes]], None] | None = None
     keeps_nesting: bool = False
+    block_nbytes: int = BLOCK_NBYTES
 
     @property
     def nbytes(self) -> int:
@@ -200,7 +203,7 @@ def write_files(
     Blocks: until everything is read and written. No thread is left when this returns or raises.
     """
     outputs = [
-        _Output(file, os.path.join(directory, file.name) if target.is_directory else directory, files, mode)
+        _Output(file, os.path.join(directory, file.name) if target.is_directory else directory, target, files, mode)
         for file in target.files
     ]
     try:
@@ -285,10 +288,20 @@ class _Image:
 class _Output:
     """One file of the target. `windows_left` is the number of windows that are not written yet."""
 
-    def __init__(self, file: OutputFile, path: str, files: Files, mode: int) -> None:
+    def __init__(self, file: OutputFile, path: str, target: Target, files: Files, mode: int) -> None:
         nbytes = file.nbytes
         self.file, self.checksums, self._image = file, _Checksums(file), _Image(nbytes)
-        self.writer = FileShardWriter(path, self._image, 0, nbytes, aligned=True, mode=mode, fsync=True, files=files)
+        self.writer = FileShardWriter(
+            path,
+            self._image,
+            0,
+            nbytes,
+            block_nbytes=target.block_nbytes,
+            aligned=True,
+            mode=mode,
+            fsync=True,
+            files=files,
+        )
         self.windows_left = -(-nbytes // WINDOW_NBYTES)
 
     def write(self, start: int, window: memoryview) -> None:

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from asyncckpt.basics.deferred_signals import mapped
 from asyncckpt.errors import CorruptCheckpointError
-from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.index import ShardRecord
 from asyncckpt.format.layout import round_up
 from asyncckpt.format.state_tree import (
@@ -227,7 +226,9 @@ def verify_bytes(
             request = next(request for request in requests if request.shard.name == error.file)
             offset = request.wanted[0].offset if error.offset is None else error.offset
             file = next(file for file in target.files if _name_in(path, file, target) == error.file)
-            raise _failed(path, _held_at(outline, file, offset), f"holds other bytes: {error.detail}") from error
+            raise _failed(
+                path, _held_at(outline, target, file, offset), f"holds other bytes: {error.detail}"
+            ) from error
         progress.report()
 
 
@@ -241,8 +242,8 @@ def _passes(path: str, target: Target, blocks: Mapping[str, bytes], sink: _Progr
         while start < file.nbytes:
             end = min(file.nbytes, start + room)
             wanted = [Wanted(start, end - start, "", sink)]
-            requests.append(ShardRequest(shard=shard, block_nbytes=BLOCK_NBYTES, wanted=wanted))
-            room -= round_up(end - start, BLOCK_NBYTES)
+            requests.append(ShardRequest(shard=shard, block_nbytes=target.block_nbytes, wanted=wanted))
+            room -= round_up(end - start, target.block_nbytes)
             start = end
             if room <= 0:
                 yield requests
@@ -272,10 +273,10 @@ class _Progress:
         self._step(nbytes)
 
 
-def _held_at(outline: Outline, file: OutputFile, offset: int) -> str | None:
+def _held_at(outline: Outline, target: Target, file: OutputFile, offset: int) -> str | None:
     """Return the FQN of the first tensor with elements in the block at `offset`; None: there is none."""
     for payload, at in payload_places(file):
-        if at < offset + BLOCK_NBYTES and offset < at + payload.nbytes:
+        if at < offset + target.block_nbytes and offset < at + payload.nbytes:
             return outline.names[payload.tensor]
     return None
 

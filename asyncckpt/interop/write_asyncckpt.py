@@ -43,7 +43,7 @@ def check_asyncckpt(outline: Outline) -> ConversionLosses:
 
 
 def asyncckpt_target(
-    outline: Outline, save_id: SaveId, files: Files, umask: int, max_shard_nbytes: int | None
+    outline: Outline, save_id: SaveId, files: Files, umask: int, max_shard_nbytes: int | None, block_nbytes: int
 ) -> Target:
     """Return the shard files of an asyncckpt checkpoint; `Target.finish` writes objects, index and manifest.
 
@@ -53,6 +53,7 @@ def asyncckpt_target(
         files: The storage seam.
         umask: Removed from mode 0666 of the files.
         max_shard_nbytes: Limit of one shard file with its header; a larger tensor gets its own file. None: one file.
+        block_nbytes: Bytes of a shard file that have one checksum.
 
     Raises:
         ConfigError: The limit is so small that a rank would have too many files.
@@ -84,7 +85,15 @@ def asyncckpt_target(
         records = tuple(ShardRecord(name=s.name, nbytes=s.nbytes, digests=digests[s.name]) for s in shards)
         record = ObjectsRecord(name=objects_name(save_id, 0), nbytes=len(objects), checksum=file_checksum(objects))
         index = encode_index(
-            RankIndex(save_id=save_id, rank=0, world_size=1, shards=records, objects=record, structure=structure)
+            RankIndex(
+                save_id=save_id,
+                rank=0,
+                world_size=1,
+                block_nbytes=block_nbytes,
+                shards=records,
+                objects=record,
+                structure=structure,
+            )
         )
         rank = RankRecord(
             rank=0,
@@ -113,7 +122,7 @@ def asyncckpt_target(
         ):
             write_new_file(files, os.path.join(directory, name), data, mode=MODE_FILE & ~umask, fsync=True)
 
-    return Target(files=shards, is_directory=True, finish=finish, keeps_nesting=True)
+    return Target(files=shards, is_directory=True, finish=finish, keeps_nesting=True, block_nbytes=block_nbytes)
 
 
 def _spec(outline: Outline, number: int) -> BoxSpec:

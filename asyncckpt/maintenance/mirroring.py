@@ -352,14 +352,14 @@ class _Copy:
     def _rank(self, record: RankRecord) -> None:
         data = self._read(record.index_name, record.index_nbytes, record.index_checksum)
         index = decode_index(data)
-        if index.block_nbytes != BLOCK_NBYTES:
+        if BLOCK_NBYTES % index.block_nbytes:
             raise UnsupportedFormatError(
                 f"{self._path} cannot be copied to its mirror: its checksums are of blocks of {index.block_nbytes} "
-                f"bytes, expected {BLOCK_NBYTES}",
+                f"bytes, expected a divisor of {BLOCK_NBYTES}",
                 path=self._path,
             )
         for shard in index.shards:
-            self._shard(shard)
+            self._shard(shard, index.block_nbytes)
         small = [index.objects, *([] if index.items is None else [index.items])]
         for one in small:
             self._put(one.name, self._read(one.name, one.nbytes, one.checksum))
@@ -395,14 +395,16 @@ class _Copy:
         self.sent_nbytes += nbytes
         self._progress(nbytes)
 
-    def _shard(self, shard: ShardRecord) -> None:
+    def _shard(self, shard: ShardRecord, block_nbytes: int) -> None:
         if self._held.get(shard.name) == shard.nbytes:  # it has its name: it is complete
             self._progress(shard.nbytes)
             return
         final = os.path.join(self._mirror, shard.name)
         name = final if self._target.shards_appear_whole else copied_shard_name(final, self.token)
         with self._image(shard) as image:
-            writer = self._target.shard_writer(name, image, 0, shard.nbytes, aligned=False, fsync=True)
+            writer = self._target.shard_writer(
+                name, image, 0, shard.nbytes, block_nbytes=block_nbytes, aligned=False, fsync=True
+            )
             try:
                 for start in range(0, shard.nbytes, EXTENT_NBYTES):
                     end = min(start + EXTENT_NBYTES, shard.nbytes)

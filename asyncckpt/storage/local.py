@@ -144,7 +144,7 @@ class LocalStore(Store):
             raise
 
     def shard_writer(
-        self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
+        self, path: str, image: Image, offset: int, nbytes: int, *, block_nbytes: int, aligned: bool, fsync: bool
     ) -> ShardWriter:
         """Implement `Store.shard_writer`: return a `FileShardWriter`, which uses O_DIRECT if possible.
 
@@ -158,6 +158,7 @@ class LocalStore(Store):
             image,
             offset,
             nbytes,
+            block_nbytes=block_nbytes,
             aligned=aligned,
             truncates=truncates,
             mode=self._mode,

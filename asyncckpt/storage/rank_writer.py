@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import SaveFailedError
-from asyncckpt.format.checksums import BLOCK_NBYTES, file_checksum
+from asyncckpt.format.checksums import BLOCK_NBYTES, block_nbytes_at, file_checksum
 from asyncckpt.format.coverage import Tally
 from asyncckpt.format.dcp import encode_items
 from asyncckpt.format.index import ObjectsRecord, RankIndex, ShardRecord, encode_index
@@ -163,13 +163,14 @@ class RankWriter:
         self._history = history if request.reuse else None
         self._store = store_over(files, umask=request.umask)
         self._write_s = 0.0
-        aligned = is_page_aligned(image)
+        self.block_nbytes, aligned = block_nbytes_at(request.path, request.mirror), is_page_aligned(image)
         self.shards = [
             self._store.shard_writer(
                 os.path.join(request.path, shard_name(self.save_id, request.rank, part, request.layout)),
                 image,
                 offset,
                 nbytes,
+                block_nbytes=self.block_nbytes,
                 aligned=aligned and offset % PAGE_NBYTES == 0,
                 fsync=request.fsync,
             )
@@ -277,7 +278,17 @@ class RankWriter:
             origin, durable = shard.origin or self.save_id, self.request.fsync
             digests, prints = bytes(shard.digests), bytes(shard.prints)
             written.append(
-                WrittenShard(shard.path, shard.nbytes, origin, durable, version, digests, prints, shard.n_links)
+                WrittenShard(
+                    shard.path,
+                    shard.nbytes,
+                    shard.block_nbytes,
+                    origin,
+                    durable,
+                    version,
+                    digests,
+                    prints,
+                    shard.n_links,
+                )
             )
         history.add(self.request.path, self.request.rank, written)
 
@@ -421,6 +432,7 @@ class RankWriter:
                 save_id=save_id,
                 rank=request.rank,
                 world_size=request.world_size,
+                block_nbytes=self.block_nbytes,
                 shards=shards,
                 objects=objects,
                 structure=request.structure,

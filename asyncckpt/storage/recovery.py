@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError
-from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_digest
+from asyncckpt.format.checksums import DIGEST_NBYTES, block_digest, block_digests
 from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes
 from asyncckpt.format.names import SaveId, temporary_dcp_metadata_name, temporary_manifest_name
@@ -183,11 +183,9 @@ def _digests(writer: RankWriter, offset: int, nbytes: int, origin: SaveId | None
     for start in range(0, nbytes, EXTENT_NBYTES):
         writer.check()
         with writer.image[offset + start : offset + min(start + EXTENT_NBYTES, nbytes)] as view:
-            for at in range(0, len(view), BLOCK_NBYTES):
-                with view[at : at + BLOCK_NBYTES] as block:
-                    found += block_digest(block)
+            found += block_digests(view, writer.block_nbytes)
     if origin is not None:
-        with writer.image[offset : offset + min(BLOCK_NBYTES, nbytes)] as view:
+        with writer.image[offset : offset + min(writer.block_nbytes, nbytes)] as view:
             first = bytearray(view)
         first[SAVE_ID_OFFSET : SAVE_ID_OFFSET + SAVE_ID_NBYTES] = save_id_bytes(origin)
         found[:DIGEST_NBYTES] = block_digest(first)

@@ -5,7 +5,8 @@ the first write, the same descriptor is used for buffered writes.
 
 The fingerprint of a rank's shard files (`shards_print`) is equal if two saves have the same values. Such files differ
 only in the save ID, which is in the first block. So the fingerprint is made from the first block without the save ID,
-and from the checksums of all other blocks.
+and from the checksums of all other blocks. The fingerprints of single blocks are of `BLOCK_NBYTES`, also if a checksum
+is of fewer bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Protocol
 import xxhash
 
 from asyncckpt.basics.failpoints import reach
-from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digest
+from asyncckpt.format.checksums import BLOCK_NBYTES, DIGEST_NBYTES, block_count, block_digests
 from asyncckpt.format.layout import PAGE_NBYTES, SAVE_ID_NBYTES, SAVE_ID_OFFSET, round_up
 from asyncckpt.format.names import SaveId
 from asyncckpt.storage.files import Files, apply_mode, await_seen, fsync_file, named
@@ -97,12 +98,13 @@ class ShardWriter(abc.ABC):
         image: The image with its bytes.
         offset: Offset of the shard in `image`.
         nbytes: Exact length of the shard.
+        block_nbytes: Bytes that have one checksum; `BLOCK_NBYTES` is a multiple.
 
     Attributes:
         extent_nbytes_total: Length of all extents together: `nbytes`, or whole pages if O_DIRECT may be used.
         direct: Whether O_DIRECT is used.
         created: Whether the file was created or linked, or the upload begun.
-        digests: One checksum per block, filled in by `write_extent`.
+        digests: One checksum for each `block_nbytes`, filled in by `write_extent`.
         first: `first_block_print` of the first block, set by `write_extent`.
         prints: Fingerprints of the blocks, one after the other, filled in by `write_extent`; None: not wanted.
         origin: The save whose ID is in the file, if the file is linked to one of that save; else None.
@@ -110,13 +112,13 @@ class ShardWriter(abc.ABC):
         fsync_s: Seconds spent in fsync.
     """
 
-    def __init__(self, path: str, image: Image, offset: int, nbytes: int) -> None:
+    def __init__(self, path: str, image: Image, offset: int, nbytes: int, block_nbytes: int) -> None:
         self.path = path
-        self.nbytes = nbytes
+        self.nbytes, self.block_nbytes = nbytes, block_nbytes
         self.direct = False
         self.extent_nbytes_total = nbytes
         self.created = False
-        self.digests = bytearray(block_count(nbytes) * DIGEST_NBYTES)
+        self.digests = bytearray(block_count(nbytes, block_nbytes) * DIGEST_NBYTES)
         self.first = b""
         self.prints: bytearray | None = None
         self.origin: SaveId | None = None
@@ -138,10 +140,10 @@ class ShardWriter(abc.ABC):
             exact = min(end, self.nbytes) - start
             for at in range(0, exact, BLOCK_NBYTES):
                 with view[at : min(at + BLOCK_NBYTES, exact)] as block:
-                    number = (start + at) // BLOCK_NBYTES
-                    where = number * DIGEST_NBYTES
-                    self.digests[where : where + DIGEST_NBYTES] = block_digest(block)
-                    if where == 0:
+                    number, where = (start + at) // BLOCK_NBYTES, (start + at) // self.block_nbytes * DIGEST_NBYTES
+                    digests = block_digests(block, self.block_nbytes)
+                    self.digests[where : where + len(digests)] = digests
+                    if number == 0:
                         self.first = first_block_print(block)
                     if self.prints is not None:
                         found = block_print(block) if number else self.first
@@ -151,7 +153,7 @@ class ShardWriter(abc.ABC):
 
     def keep_prints(self) -> None:
         """Make `write_extent` fill in `prints`."""
-        self.prints = bytearray(block_count(self.nbytes) * PRINT_NBYTES)
+        self.prints = bytearray(block_count(self.nbytes, BLOCK_NBYTES) * PRINT_NBYTES)
 
     def block_print(self, number: int) -> bytes:
         """Return the fingerprint of a block of the image; that of the first is without the save ID."""
@@ -210,7 +212,7 @@ class FileShardWriter(ShardWriter):
     """Writes a shard to a file.
 
     Args:
-        path, image, offset, nbytes: As of `ShardWriter`.
+        path, image, offset, nbytes, block_nbytes: As of `ShardWriter`.
         aligned: Whether `image` and `offset` are page-aligned.
         truncates: Whether the last page may be written whole, and truncated at the shard's end afterwards.
         mode: Permission bits of the file.
@@ -225,13 +227,14 @@ class FileShardWriter(ShardWriter):
         offset: int,
         nbytes: int,
         *,
+        block_nbytes: int,
         aligned: bool,
         truncates: bool = True,
         mode: int,
         fsync: bool,
         files: Files,
     ) -> None:
-        super().__init__(path, image, offset, nbytes)
+        super().__init__(path, image, offset, nbytes, block_nbytes)
         pages_nbytes = round_up(nbytes)
         self.direct = aligned and truncates and offset + pages_nbytes <= len(image)
         self.extent_nbytes_total = pages_nbytes if self.direct else nbytes

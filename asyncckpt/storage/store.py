@@ -241,7 +241,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def shard_writer(
-        self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
+        self, path: str, image: Image, offset: int, nbytes: int, *, block_nbytes: int, aligned: bool, fsync: bool
     ) -> ShardWriter:
         """Return a writer for one shard. Nothing is written yet.
 
@@ -249,6 +249,7 @@ class Store(abc.ABC):
             path: Name of the shard, which no other process uses.
             image: The image with its bytes.
             offset, nbytes: Offset of the shard in `image`, and its length.
+            block_nbytes: Bytes that have one checksum.
             aligned: Whether `image` and `offset` are page-aligned.
             fsync: Whether the shard must survive a power cut once it is finished.
         """

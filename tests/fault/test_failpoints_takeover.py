@@ -31,7 +31,7 @@ from asyncckpt import AsyncCheckpointer
 from asyncckpt.basics.failpoints import observed
 from asyncckpt.client import launcher
 from asyncckpt.errors import AsyncCkptError, CommitUnknownError
-from asyncckpt.format.index import MAX_INDEX_NBYTES
+from asyncckpt.format.index import MAX_INDEX_NBYTES, decode_index
 from asyncckpt.format.names import index_name
 from asyncckpt.storage.commit import publish
 from asyncckpt.storage.files import Files, read_small_file
@@ -133,6 +133,25 @@ def test_what_a_dead_worker_has_left_is_committed_whole_or_not_listed(
             assert is_done, what
         elif not is_done:
             assert [name for name in os.listdir(path) if name.startswith("rank-")] == [], what
+
+
+@pytest.mark.parametrize("mirror", ["", "s3://bucket/a"])  # checksums are of blocks of 256 or of 32 KiB
+@pytest.mark.parametrize("point", ["shard: extent written", "rank: objects written", "rank: index written"])
+def test_a_save_whose_worker_is_killed_between_its_shards_and_its_end_is_completed(
+    snapshot: Snapshot, tmp_path: pathlib.Path, point: str, mirror: str
+) -> None:
+    def write() -> None:
+        Snapshot(LENGTHS, n_parts=2).write(str(tmp_path), RecordingFiles(), mirror=mirror)
+
+    killed(write, point)
+    with ThreadPoolExecutor(2) as pool:
+        writer = snapshot.writer(str(tmp_path), RecordingFiles(), mirror=mirror)
+        result, kept = resume_rank_files(writer, pool)
+    assert kept == (point == "rank: index written")
+    publish(str(tmp_path), manifest_of(result), store=LocalStore(RecordingFiles()))
+    assert stands(snapshot, tmp_path)
+    index = decode_index((tmp_path / index_name(SAVE_ID, 0)).read_bytes())
+    assert index.block_nbytes == (32 << 10 if mirror else 256 << 10)
 
 
 def test_an_index_is_the_old_one_or_the_new_one_while_it_is_replaced(

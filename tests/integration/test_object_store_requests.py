@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import rank_processes
+import real_worker
 import torch
 
 import asyncckpt
@@ -155,6 +157,44 @@ def test_an_eighth_of_a_tensor_costs_an_eighth_of_its_bytes(root: str, read: Cal
         found = opened.tensor("w", slice(ROWS // 8, ROWS // 4))
         assert read() - before <= 1.1 * NBYTES / 8
     assert torch.equal(found.flatten(), torch.arange(NBYTES // 32, NBYTES // 16).float())
+
+
+def gpt_shapes() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a GPT-2 of 2 layers and few words: 63 MB, in tensors of 3 KB to 9 MB."""
+    width = 768
+    shapes: dict[str, tuple[int, ...]] = {"token": (1024, width), "position": (512, width), "norm": (width,)}
+    for layer in range(2):
+        for name, n_out, n_in in (("qkv", 3, 1), ("proj", 1, 1), ("up", 4, 1), ("down", 1, 4)):
+            shapes |= {f"{layer}.{name}.w": (n_out * width, n_in * width), f"{layer}.{name}.b": (n_out * width,)}
+        shapes |= {f"{layer}.norm{n}.{kind}": (width,) for n in (1, 2) for kind in "wb"}
+    return shapes
+
+
+@pytest.mark.parametrize("how", ["saved", "mirrored"])
+def test_an_eighth_of_the_rows_of_many_small_tensors_costs_an_eighth_of_their_bytes(
+    proxy: FaultyProxy, tmp_path: pathlib.Path, endpoint: str, read: Callable[[], int], how: str
+) -> None:
+    model = {name: torch.randn(shape) for name, shape in gpt_shapes().items()}
+    url = f"s3://{object_servers.BUCKET}/model/{how}/step-1"
+    if how == "saved":
+        with asyncckpt.SyncCheckpointer(storage_options=NO_CONNECTION_STAYS) as checkpointer:
+            checkpointer.save(model, url, step=1)
+    else:
+        with real_worker.running(endpoint), asyncckpt.AsyncCheckpointer(endpoint=endpoint) as saving:
+            handle = saving.save(model, tmp_path / "step-1", step=1, mirror=url)
+            assert handle.mirrored is not None
+            handle.mirrored.result(DEADLINE_S)
+    parts = {name: tensor.chunk(8)[3] for name, tensor in model.items()}
+    target = {
+        name: asyncckpt.ShardedSlice(
+            torch.zeros_like(part), tuple(model[name].shape), (3 * len(part), *[0] * (part.dim() - 1))
+        )
+        for name, part in parts.items()
+    }
+    before = read()
+    asyncckpt.load(url, target, source="disk", storage_options=NO_CONNECTION_STAYS)
+    assert read() - before <= 1.1 * sum(part.nbytes for part in parts.values())
+    assert all(torch.equal(target[name].tensor, part) for name, part in parts.items())
 
 
 def test_an_eighth_of_a_state_costs_an_eighth_of_its_bytes(root: str, read: Callable[[], int]) -> None:

@@ -90,7 +90,7 @@ MANIFEST = Manifest(
     metadata={"loss": 0.25, "note": 'quotes " and \u00e4'},
     timings={"write": 0.5},
 )
-assert block_count(0) == 0
+assert block_count(0, BLOCK_NBYTES) == 0
 
 
 def reseal(path: Path, index: bytes) -> None:

@@ -71,7 +71,7 @@ class ObjectShardWriter(ShardWriter):
     """Uploads a shard in the order of its bytes. Threads compute checksums concurrently, and wait for their turn.
 
     Args:
-        path, image, offset, nbytes: As of `ShardWriter`.
+        path, image, offset, nbytes, block_nbytes: As of `ShardWriter`.
         open_upload: Starts an upload and returns a writer of obstore, whose `write` takes bytes and whose `close` makes
             the object appear. Its arguments: name, size of a part in bytes, how many parts may be in flight.
         stat: `Store.stat`.
@@ -85,11 +85,12 @@ class ObjectShardWriter(ShardWriter):
         offset: int,
         nbytes: int,
         *,
+        block_nbytes: int,
         open_upload: Callable[[str, int, int], Any],
         stat: Callable[[str], Entry],
         secrets: Iterable[str] = (),
     ) -> None:
-        super().__init__(path, image, offset, nbytes)
+        super().__init__(path, image, offset, nbytes, block_nbytes)
         self._open_upload, self._stat, self._secrets = open_upload, stat, secrets
         self._upload: Any = None
         self._is_counted = False

@@ -94,11 +94,18 @@ class ObjectStore(Store):
             self._put_new(name, bytes(data))
 
     def shard_writer(
-        self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
+        self, path: str, image: Image, offset: int, nbytes: int, *, block_nbytes: int, aligned: bool, fsync: bool
     ) -> ShardWriter:
         """Implement `Store.shard_writer`: upload in parts."""
         return ObjectShardWriter(
-            path, image, offset, nbytes, open_upload=self._open_upload, stat=self.stat, secrets=self._secrets
+            path,
+            image,
+            offset,
+            nbytes,
+            block_nbytes=block_nbytes,
+            open_upload=self._open_upload,
+            stat=self.stat,
+            secrets=self._secrets,
         )
 
     def link(self, source: str, target: str, version: str) -> None:
@@ -393,10 +400,12 @@ class ListedStore(Store):
         self._below.put(name, data, durable=durable, replace=replace)
 
     def shard_writer(
-        self, path: str, image: Image, offset: int, nbytes: int, *, aligned: bool, fsync: bool
+        self, path: str, image: Image, offset: int, nbytes: int, *, block_nbytes: int, aligned: bool, fsync: bool
     ) -> ShardWriter:
         """Forward to the wrapped store."""
-        return self._below.shard_writer(path, image, offset, nbytes, aligned=aligned, fsync=fsync)
+        return self._below.shard_writer(
+            path, image, offset, nbytes, block_nbytes=block_nbytes, aligned=aligned, fsync=fsync
+        )
 
     def put_if_absent(self, name: str, data: bytes, *, temporary: str, durable: bool = True) -> None:
         """Forward to the wrapped store."""

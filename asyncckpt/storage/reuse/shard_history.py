@@ -17,7 +17,8 @@ SAVES_PER_RANK = 2
 """If the newest save of a rank has failed, its files are gone, and those of the save before are still linked."""
 
 MAX_HISTORY_NBYTES = 64 << 20
-"""Maximum bytes in memory: 24 for each block of a shard, so 700 GB of large shards, and `SHARD_NBYTES`. Chosen."""
+"""Maximum bytes in memory: 24 for each 256 KiB of a shard, so 700 GB of large shards; 80, so 210 GB, where blocks
+have 32 KiB; and `SHARD_NBYTES`. Chosen."""
 
 SHARD_NBYTES = 600
 """Bytes that a shard takes in memory besides the values of its digests and prints. Measured with tracemalloc: 540."""
@@ -28,17 +29,18 @@ class WrittenShard(NamedTuple):
 
     Attributes:
         path: Its path.
-        nbytes: Its length.
+        nbytes, block_nbytes: Its length, and how many bytes of it have one checksum.
         origin: The save whose ID is in the file: that which wrote it.
         is_durable: Whether it was flushed.
         version: `Store.link_version(path)` after it was closed.
         digests: The checksums of its blocks, one after the other.
-        prints: Fingerprints of its blocks, `PRINT_NBYTES` each; that of the first is without the save ID.
+        prints: `ShardWriter.prints`, `PRINT_NBYTES` for each `BLOCK_NBYTES`; the first is without the save ID.
         n_links: How many saves have linked the file since it was written, one after the other.
     """
 
     path: str
     nbytes: int
+    block_nbytes: int
     origin: SaveId
     is_durable: bool
     version: str

@@ -10,9 +10,18 @@ import pytest
 import torch
 
 import asyncckpt
-from asyncckpt.errors import CheckpointExistsError, ConfigError, SaveFailedError, UnsupportedPathError
+from asyncckpt.errors import (
+    CheckpointExistsError,
+    ConfigError,
+    CorruptCheckpointError,
+    SaveFailedError,
+    UnsupportedPathError,
+)
 from asyncckpt.storage import locate
 from asyncckpt.storage.cloud.object_store import ObjectStore
+from asyncckpt.storage.contents import read_contents
+from asyncckpt.storage.locate import files_at
+from asyncckpt.storage.verification import verify_checkpoint
 from tests import object_servers
 
 pytest.importorskip("obstore", reason="the extra cloud is not installed")
@@ -77,6 +86,40 @@ def test_what_is_converted_is_committed_and_progress_counts_every_byte(
     assert torch.equal(found["w"], torch.arange(3_000_000.0)) and found["n"] == 3
     assert seen == sorted(seen) and seen[-1] == ((3 if read_back else 2) * report.nbytes,) * 2
     assert not [name for name in names() if name.startswith("mirrored")]
+
+
+def block_nbytes_at(path: str) -> int:
+    contents = read_contents(path, files_at(path))
+    return contents.ranks[0].index.block_nbytes
+
+
+def test_its_checksums_are_of_small_blocks_and_those_of_what_is_converted_from_it_are_not(
+    store: Failing, source: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    asyncckpt.convert(source, URL, to="asyncckpt")
+    asyncckpt.convert(URL, f"{URL}-again", to="asyncckpt")
+    asyncckpt.convert(URL, tmp_path / "files", to="asyncckpt")
+    for path, block_nbytes in ((URL, 32 << 10), (f"{URL}-again", 32 << 10), (str(tmp_path / "files"), 256 << 10)):
+        assert block_nbytes_at(path) == block_nbytes
+        assert verify_checkpoint(path, files_at(path)).state == "ok"
+    for to in ("torch", "dcp", "safetensors"):
+        asyncckpt.convert(URL, tmp_path / to, to=to, partial=True)
+        assert torch.equal(asyncckpt.load(tmp_path / to)["w"], torch.arange(3_000_000.0))
+
+
+@pytest.mark.parametrize("to", ["asyncckpt", "torch"])
+def test_damage_in_a_small_block_is_found_when_it_is_converted(
+    store: Failing, source: pathlib.Path, tmp_path: pathlib.Path, to: str
+) -> None:
+    asyncckpt.convert(source, URL, to="asyncckpt")
+    (shard,) = (f"{URL}/{name}" for name in names() if name.endswith(".safetensors"))
+    data = bytearray(store.read_whole(shard, 1 << 30))
+    data[300_000] ^= 1
+    store.put(shard, bytes(data), replace=True)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        asyncckpt.convert(URL, tmp_path / "out", to=to)
+    assert (caught.value.fqn, caught.value.offset) == ("w", 300_000 // (32 << 10) * (32 << 10))
+    assert not (tmp_path / "out").exists()
 
 
 def test_it_counts_as_newer_than_what_is_beside_it(store: Failing, source: pathlib.Path) -> None:

@@ -68,9 +68,8 @@ def saved(path: pathlib.Path | str, mirror: str | None, save_id: SaveId = SAVE_I
     with Snapshot(LENGTHS, save_id=save_id, n_parts=2, seed=save_id.sequence) as snapshot:
         store = LocalStore()
         prepare_directory(str(path), save_id=save_id, store=store, fsync=True, overwrite=True)
-        manifest = replace(
-            manifest_of(snapshot.write(str(path), overwrite=True, **changes), save_id=save_id), mirror=mirror
-        )
+        result = snapshot.write(str(path), overwrite=True, mirror=mirror or "", **changes)
+        manifest = replace(manifest_of(result, save_id=save_id), mirror=mirror)
         publish(str(path), manifest, store=store, overwrite=True)
 
 
@@ -321,11 +320,13 @@ def test_the_copy_has_the_permissions_of_the_checkpoint(tmp_path: pathlib.Path) 
     assert umask_of("s3://bucket/x", Files()) == 0o022
 
 
-def test_blocks_of_another_size_are_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_do_not_divide_what_is_copied_at_a_time_are_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, mirror = tmp_path / "step-1", (LocalStore(), str(tmp_path / "mirror"))
     saved(path, mirror[1])
     monkeypatch.setattr(mirroring, "BLOCK_NBYTES", 4096)
-    with pytest.raises(UnsupportedFormatError, match="blocks of 262144 bytes, expected 4096"):
+    with pytest.raises(UnsupportedFormatError, match="blocks of 262144 bytes, expected a divisor of 4096"):
         copy(path, mirror)
 
 

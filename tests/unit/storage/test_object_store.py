@@ -19,6 +19,7 @@ from storage_samples import SAVE_ID, Snapshot, manifest_of
 from asyncckpt.basics.paths import absolute_path, checkpoint_path
 from asyncckpt.basics.urls import location_of, parent_of
 from asyncckpt.errors import ConfigError, UnsupportedPathError
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.gc import write_tombstone
 from asyncckpt.storage.catalog import MAX_CLOCK_EPOCH, candidates_in, next_epoch_beside
@@ -83,6 +84,7 @@ def shard_of(data: bytes, upload: Upload, nbytes_there: int | None = None, **mor
         memoryview(data),
         0,
         len(data),
+        block_nbytes=BLOCK_NBYTES,
         **{"open_upload": lambda *_: upload, "stat": lambda name: Entry(name, OBJECT, there, 0, ""), **more},
     )
 
@@ -193,7 +195,9 @@ def test_a_small_shard_that_the_store_refuses_is_refused_as_other_puts_are(statu
             key = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
             url = f"http://127.0.0.1:{server.server_port}"
             store = ObjectStore("s3://bucket", {**key, "endpoint": url, **object_servers.NO_CONNECTION_STAYS})
-            shard = store.shard_writer("s3://bucket/x", memoryview(b"x"), 0, 1, aligned=False, fsync=True)
+            shard = store.shard_writer(
+                "s3://bucket/x", memoryview(b"x"), 0, 1, block_nbytes=4096, aligned=False, fsync=True
+            )
             shard.write_extent(0, 1)
             with pytest.raises(PermissionError, match="AccessDenied") as caught:
                 shard.finish()
@@ -251,7 +255,9 @@ def test_a_rank_is_written_in_parts_and_verifies(served: ObjectStore) -> None:
 
 def test_a_shard_that_is_given_up_does_not_appear(served: ObjectStore) -> None:
     name, data = f"{served.root}/given-up", bytes(3 * object_shards.PART_NBYTES)
-    shard = served.shard_writer(name, memoryview(data), 0, len(data), aligned=False, fsync=True)
+    shard = served.shard_writer(
+        name, memoryview(data), 0, len(data), block_nbytes=BLOCK_NBYTES, aligned=False, fsync=True
+    )
     shard.write_extent(0, 2 * object_shards.PART_NBYTES)
     shard.abandon()
     with pytest.raises(FileNotFoundError):
@@ -593,7 +599,7 @@ def test_values_of_options_are_in_no_error_of_any_call(monkeypatch: pytest.Monke
     options = {"secret_access_key": "GIVENSECRET1"}
     store = ObjectStore("s3://bucket", options, client=Refusing(GenericError("the key GIVENSECRET1 is wrong")))
     name = "s3://bucket/a"
-    shard = store.shard_writer(name, memoryview(b"x"), 0, 1, aligned=False, fsync=True)
+    shard = store.shard_writer(name, memoryview(b"x"), 0, 1, block_nbytes=4096, aligned=False, fsync=True)
     for call in (
         lambda: store.put(name, b"", replace=True),
         lambda: store.put_if_absent(name, b"", temporary=""),

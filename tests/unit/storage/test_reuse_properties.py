@@ -96,7 +96,7 @@ class Root:
         self.path = path
         self.expected: dict[str, tuple[SaveId, Values]] = {}
         self.n_linked = 0
-        self._count = 0
+        self._count, self._mirror = 0, ""
         self._history = ShardHistory()
         self._store = LocalStore(RecordingFiles())
 
@@ -131,7 +131,7 @@ class Root:
         store, save_id = self._store, snapshot.save_id
         if not (resumed and is_committed(path, save_id, store=store)):
             prepare_directory(path, save_id=save_id, store=store, fsync=True, overwrite=True, resumed=resumed)
-            writer = snapshot.writer(path, RecordingFiles(), history=self._history, overwrite=True)
+            writer = snapshot.writer(path, RecordingFiles(), history=self._history, overwrite=True, mirror=self._mirror)
             with ThreadPoolExecutor(2) as pool:
                 result = resume_rank_files(writer, pool)[0] if resumed else writer.write(pool)
             publish(path, manifest_of(result, save_id=save_id), store=store, overwrite=True)
@@ -153,6 +153,10 @@ class Root:
     def restart(self) -> None:
         """Replace the process that saves."""
         self._history = ShardHistory()
+
+    def change_mirror(self) -> None:
+        """Let the next saves have a mirror in an object store or none: their checksums are of blocks of another size."""
+        self._mirror = "" if self._mirror else "s3://bucket/a"
 
     def check(self) -> None:
         """Load every checkpoint that is listed: it is what must be, bit for bit."""
@@ -195,7 +199,8 @@ HOW = st.sampled_from(["whole", "whole", "whole", "failed", "killed", "killed, c
 VALUES = st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 3))
 SAVE = st.tuples(st.just("save"), st.integers(0, 1), VALUES, st.booleans(), HOW, st.integers(0, MAX_POINTS))
 OTHER = st.one_of(
-    st.tuples(st.just("retain"), st.integers(0, 9)), st.tuples(st.just("collect")), st.tuples(st.just("restart"))
+    st.tuples(st.just("retain"), st.integers(0, 9)),
+    st.tuples(st.sampled_from(["collect", "restart", "change_mirror"])),
 )
 
 

@@ -46,15 +46,18 @@ def test_a_shard_file_begins_with_a_safetensors_header(tmp_path: Path) -> None:
     assert header["__metadata__"]["asyncckpt_save_id"] == str(SAVE_ID)
 
 
-def test_the_index_holds_the_digest_of_every_block(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mirror", "block_nbytes"), [("", 256 << 10), ("/mirror", 256 << 10), ("s3://bucket/x", 32 << 10)]
+)
+def test_the_index_holds_the_digest_of_every_block(tmp_path: Path, mirror: str, block_nbytes: int) -> None:
     with Snapshot({"a": 3 * MIB + 5}) as snapshot:
-        record = snapshot.write(str(tmp_path)).record
+        record = snapshot.write(str(tmp_path), mirror=mirror).record
     data = (tmp_path / record.index_name).read_bytes()
     assert (len(data), file_checksum(data)) == (record.index_nbytes, record.index_checksum)
-    shard = decode_index(data).shards[0]
-    content = (tmp_path / shard.name).read_bytes()
-    blocks = [content[i : i + BLOCK_NBYTES] for i in range(0, len(content), BLOCK_NBYTES)]
-    assert shard.digests == b"".join(map(block_digest, blocks))
+    index = decode_index(data)
+    shard, content = index.shards[0], (tmp_path / index.shards[0].name).read_bytes()
+    blocks = [content[i : i + block_nbytes] for i in range(0, len(content), block_nbytes)]
+    assert index.block_nbytes == block_nbytes and shard.digests == b"".join(map(block_digest, blocks))
 
 
 def test_the_record_counts_all_bytes_and_files(tmp_path: Path) -> None:
@@ -309,6 +312,7 @@ def test_every_thread_is_told_why_a_file_could_not_be_begun(tmp_path: Path) -> N
         image,
         0,
         4096,
+        block_nbytes=BLOCK_NBYTES,
         aligned=False,
         mode=0o600,
         fsync=False,

@@ -22,6 +22,8 @@ from asyncckpt.storage.recovery import is_committed, keep_ring_files, resume_ran
 
 LENGTHS = {"a": 700_000, "b": 5}
 INDEX, OBJECTS = index_name(SAVE_ID, 0), objects_name(SAVE_ID, 0)
+MIRRORS = ["", "s3://bucket/runs/step"]
+"""None, and one for which checksums are of smaller blocks."""
 
 
 def resume(snapshot: Snapshot, path: Path, files: Files | None = None, **changes: Any) -> tuple[RankResult, bool]:
@@ -39,13 +41,13 @@ def assert_whole(path: Path, result: RankResult, snapshot: Snapshot) -> None:
         assert Path(shard).read_bytes() == bytes(snapshot.image[offset : offset + nbytes])
 
 
-@pytest.mark.parametrize("layout", ["safetensors"])
+@pytest.mark.parametrize("mirror", MIRRORS)
 @pytest.mark.parametrize("fsync", [True, False])
-def test_shards_that_are_whole_are_flushed_and_kept(tmp_path: Path, fsync: bool, layout: str) -> None:
+def test_shards_that_are_whole_are_flushed_and_kept(tmp_path: Path, fsync: bool, mirror: str) -> None:
     with Snapshot(LENGTHS, n_parts=2) as snapshot:
-        first = snapshot.write(str(tmp_path), fsync=fsync, layout=layout)
+        first = snapshot.write(str(tmp_path), fsync=fsync, mirror=mirror)
         before, files = inodes(tmp_path), RecordingFiles()
-        result, kept = resume(snapshot, tmp_path, files, fsync=fsync, layout=layout)
+        result, kept = resume(snapshot, tmp_path, files, fsync=fsync, mirror=mirror)
         assert kept
         assert inodes(tmp_path) == before
         assert result.record == first.record
@@ -293,12 +295,13 @@ def keep(snapshot: Snapshot, path: Path, files: Files | None = None, **changes: 
     return keep_ring_files(RankWriter(request, image, files or Files()))
 
 
+@pytest.mark.parametrize("mirror", MIRRORS)
 @pytest.mark.parametrize("fsync", [True, False])
-def test_of_a_ring_what_its_index_says_is_whole_is_flushed_and_kept(tmp_path: Path, fsync: bool) -> None:
+def test_of_a_ring_what_its_index_says_is_whole_is_flushed_and_kept(tmp_path: Path, fsync: bool, mirror: str) -> None:
     with Snapshot(LENGTHS, n_parts=2) as snapshot:
-        first = snapshot.write(str(tmp_path), fsync=fsync)
+        first = snapshot.write(str(tmp_path), fsync=fsync, mirror=mirror)
         before, files = inodes(tmp_path), RecordingFiles()
-        result = keep(snapshot, tmp_path, files, fsync=fsync)
+        result = keep(snapshot, tmp_path, files, fsync=fsync, mirror=mirror)
         assert result is not None
         assert result.record == first.record
         assert inodes(tmp_path) == before

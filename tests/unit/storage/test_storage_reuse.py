@@ -16,6 +16,7 @@ import pytest
 from storage_samples import FailingFiles, RecordingFiles, Snapshot, flip_byte, manifest_of, shard_paths
 
 from asyncckpt.errors import CorruptCheckpointError, SaveFailedError
+from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.index import decode_index
 from asyncckpt.format.names import MANIFEST_NAME, SaveId, index_name
 from asyncckpt.storage import rank_writer
@@ -101,6 +102,8 @@ def origins(root: Path, number: int) -> list[SaveId | None]:
 
 
 BASE, ADAPTER = 0, 1
+URL = "s3://bucket/runs/step"
+"""A mirror, for which checksums are of smaller blocks."""
 
 
 def test_what_is_unchanged_is_linked_and_what_has_changed_is_written(tmp_path: Path) -> None:
@@ -121,15 +124,26 @@ def test_nothing_is_linked_and_the_index_is_as_ever_without_a_history(tmp_path: 
     assert "origins" not in raw and "must" not in raw
 
 
+@pytest.mark.parametrize("mirror", ["", URL])
 @pytest.mark.parametrize("at", [0, 1, 262_143, 500_000, LENGTHS["base"] - 1])
-def test_one_byte_that_has_changed_anywhere_is_not_lost(tmp_path: Path, at: int) -> None:
+def test_one_byte_that_has_changed_anywhere_is_not_lost(tmp_path: Path, at: int, mirror: str) -> None:
     history = ShardHistory()
-    save(tmp_path, 0, history)
+    save(tmp_path, 0, history, mirror=mirror)
     with Snapshot(LENGTHS) as first:
         changed = bytearray(first.values["base"])
     changed[at] ^= 1
-    assert save(tmp_path, 1, history, values={"base": bytes(changed)}).reused_nbytes == 0
+    assert save(tmp_path, 1, history, values={"base": bytes(changed)}, mirror=mirror).reused_nbytes == 0
     assert linked(tmp_path, 1) == []
+
+
+def test_a_shard_is_linked_only_to_one_whose_checksums_are_of_blocks_of_the_same_size(tmp_path: Path) -> None:
+    history = ShardHistory()
+    sizes = []
+    for number, mirror in enumerate(("", URL, URL, "", "")):
+        save(tmp_path, number, history, mirror=mirror)
+        sizes.append(decode_index((tmp_path / f"step-{number}" / index_name(save_id(number), 0)).read_bytes()))
+    assert [index.block_nbytes for index in sizes] == [256 << 10, 32 << 10, 32 << 10, 256 << 10, 256 << 10]
+    assert [origins(tmp_path, number)[BASE] for number in range(5)] == [None, None, save_id(1), None, save_id(3)]
 
 
 def test_a_value_that_comes_back_is_linked_to_the_save_before_the_last(tmp_path: Path) -> None:
@@ -356,25 +370,26 @@ def test_an_image_that_may_not_be_used_any_more_is_not_compared_to_the_end(tmp_p
 # ---- after the death of the process that linked ---------------------------------------------------------------------
 
 
-def resume(root: Path, number: int, history: ShardHistory | None = None) -> tuple[RankResult, bool]:
+def resume(root: Path, number: int, history: ShardHistory | None = None, mirror: str = "") -> tuple[RankResult, bool]:
     with snapshot_of(number) as snapshot, ThreadPoolExecutor(4) as pool:
-        writer = snapshot.writer(str(root / f"step-{number}"), RecordingFiles(), history=history)
+        writer = snapshot.writer(str(root / f"step-{number}"), RecordingFiles(), history=history, mirror=mirror)
         return resume_rank_files(writer, pool)
 
 
-def leave_complete(root: Path) -> None:
+def leave_complete(root: Path, mirror: str = "") -> None:
     """Leave the files of a save with a linked shard that was not committed."""
     history = ShardHistory()
     for number in range(2):
-        save(root, number, history)
+        save(root, number, history, mirror=mirror)
     (root / "step-1" / MANIFEST_NAME).unlink()
 
 
-def test_linked_shards_of_a_dead_process_are_kept(tmp_path: Path) -> None:
-    leave_complete(tmp_path)
+@pytest.mark.parametrize("mirror", ["", URL])
+def test_linked_shards_of_a_dead_process_are_kept(tmp_path: Path, mirror: str) -> None:
+    leave_complete(tmp_path, mirror=mirror)
     index = tmp_path / "step-1" / index_name(save_id(1), 0)
     before = index.read_bytes()
-    result, kept = resume(tmp_path, 1, ShardHistory())
+    result, kept = resume(tmp_path, 1, ShardHistory(), mirror=mirror)
     assert kept and result.reused_nbytes > 0 and index.read_bytes() == before
     assert linked(tmp_path, 1) == [BASE]
 
@@ -446,7 +461,8 @@ def test_a_linked_shard_with_another_save_id_than_its_origin_is_refused(tmp_path
 
 
 def shard(number: int, n_blocks: int = 1) -> WrittenShard:
-    return WrittenShard(f"/{number}", n_blocks, save_id(0), True, "", bytes(8 * n_blocks), bytes(16 * n_blocks))
+    digests, prints = bytes(8 * n_blocks), bytes(16 * n_blocks)
+    return WrittenShard(f"/{number}", n_blocks, BLOCK_NBYTES, save_id(0), True, "", digests, prints)
 
 
 def test_a_history_has_the_last_two_saves_of_a_rank_the_newest_first() -> None:
