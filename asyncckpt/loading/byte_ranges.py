@@ -1,8 +1,9 @@
 """Which byte ranges of which files hold the requested part of a saved tensor, and which tensors they are read into.
 
 The requested part of a row-major chunk is a set of runs of bytes. Two runs are read as one range if the gap between
-them is shorter than the unit of reading (a page, or a block with one checksum), since no whole unit could be skipped.
-So the number of ranges is bounded by the length of the chunk in units.
+them is shorter than the unit of reading (a page, or a block with one checksum), since no whole unit could be skipped;
+with checksums also if it is shorter than `READ_THROUGH_NBYTES`. So the number of ranges is bounded by the length of the
+chunk in units.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from asyncckpt.format.layout import PAGE_NBYTES
 from asyncckpt.format.structure import Chunk, row_major
 from asyncckpt.loading.tensor_writers import BoxWriter, flat_start, takes_bytes
 from asyncckpt.storage.contents import Contents, SavedTensor
-from asyncckpt.storage.read_plan import EXACT_BELOW_NBYTES, Sink, Wanted
+from asyncckpt.storage.read_plan import EXACT_BELOW_NBYTES, READ_THROUGH_NBYTES, Sink, Wanted
 from asyncckpt.torch_tensors import torch_dtype
 
 MAX_RANGES = 65_536
@@ -182,7 +183,7 @@ def pieces_to_read(
         found = list(itertools.islice(exact, MAX_RANGES + 1))
         if len(found) <= MAX_RANGES:
             return found
-    return list(pieces_of(chunk, region, itemsize=itemsize, unit=block_nbytes))
+    return list(pieces_of(chunk, region, itemsize=itemsize, unit=max(block_nbytes, READ_THROUGH_NBYTES)))
 
 
 def chunks_near(

@@ -34,6 +34,11 @@ EXACT_BELOW_NBYTES = 128 << 10
 """Without checksums, shorter runs are read without the rest of their pages, which for longer ones is at most 6 %."""
 
 
+READ_THROUGH_NBYTES = 256 << 10
+"""Of a file with checksums, bytes between two ranges are read too if they are fewer: by an object store more quickly
+than they could be asked for one by one. Chosen: at 100 MB/s they take 2.6 ms, an answer 10 to 100 ms."""
+
+
 def with_verifiers(readers: int) -> int:
     """Return the number of threads with which `readers` threads read from the disk at any time (ADR 0038).
 
@@ -134,7 +139,13 @@ class Step(NamedTuple):
 
 
 def plan_extents(
-    request: ShardRequest, threads: int, *, unit: int, exact_below: int = 0, extent_nbytes: int = EXTENT_NBYTES
+    request: ShardRequest,
+    threads: int,
+    *,
+    unit: int,
+    exact_below: int = 0,
+    gaps_below: int = 1,
+    extent_nbytes: int = EXTENT_NBYTES,
 ) -> list[list[Step]]:
     """Divide the wanted ranges of a file into steps, and group these into extents. Batches are not included.
 
@@ -145,11 +156,12 @@ def plan_extents(
         unit: Steps begin and end at multiples of this number of bytes, or at the end of the file.
         exact_below: A run of wanted bytes that is shorter than this, and at least a unit away from others, is not
             extended to multiples of `unit`.
+        gaps_below: An extent may have gaps between its steps that are shorter than this.
         extent_nbytes: Largest length of an extent with more than one step.
 
     Returns:
-        The extents, each a list of consecutive steps; those of ranges in rows come last. No byte is read twice, and no
-        unit without wanted bytes is read.
+        The extents, each a list of steps in order; those of ranges in rows come last. No byte is in two steps, and no
+        unit without wanted bytes is in one.
     """
     step_nbytes = max(unit, STEP_NBYTES // unit * unit)
     steps = _steps(request, unit, step_nbytes, exact_below)
@@ -160,7 +172,7 @@ def plan_extents(
     extents: list[list[Step]] = []
     for step in steps:
         last = extents[-1] if extents else []
-        if last and last[-1].end == step.start and step.end - last[0].start <= limit:
+        if last and step.start - last[-1].end < gaps_below and step.end - last[0].start <= limit:
             last.append(step)
         else:
             extents.append([step])

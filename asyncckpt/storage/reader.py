@@ -29,6 +29,7 @@ from asyncckpt.storage.files import Files, named
 from asyncckpt.storage.read_plan import (
     EXACT_BELOW_NBYTES,
     EXTENT_NBYTES,
+    READ_THROUGH_NBYTES,
     Batch,
     ShardRequest,
     Step,
@@ -159,8 +160,11 @@ class _ParallelRead:
     def plan(self, request: ShardRequest, threads: int, extent_nbytes: int) -> list[_Extent]:
         """Return the extents of a file, each for one thread."""
         limit = min(extent_nbytes, BUFFERS_NBYTES // with_verifiers(threads))
-        unit, exact_below = (request.block_nbytes, 0) if self._verify else (PAGE_NBYTES, EXACT_BELOW_NBYTES)
-        groups = plan_extents(request, threads, unit=unit, exact_below=exact_below, extent_nbytes=limit)
+        if self._verify:
+            how = {"unit": request.block_nbytes, "gaps_below": READ_THROUGH_NBYTES}
+        else:
+            how = {"unit": PAGE_NBYTES, "exact_below": EXACT_BELOW_NBYTES}
+        groups = plan_extents(request, threads, extent_nbytes=limit, **how)
         batches = plan_batches(request)
         assert not (self._verify and any(w.every for w in request.wanted)), "a checksum is of a whole block"
         source = _Source(request, len(groups) + len(batches))

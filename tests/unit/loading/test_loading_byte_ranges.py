@@ -19,7 +19,7 @@ from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, BoxSpec, bui
 from asyncckpt.format.manifest import Manifest
 from asyncckpt.format.objects import encode_objects
 from asyncckpt.format.structure import Box, Chunk, Structure, TensorEntry, encode_structure
-from asyncckpt.loading.byte_ranges import chunks_near, region_of, whole_chunk_piece, whole_region
+from asyncckpt.loading.byte_ranges import chunks_near, pieces_to_read, region_of, whole_chunk_piece, whole_region
 from asyncckpt.loading.load import DefaultReader, load
 from asyncckpt.loading.saved_state import SavedTree
 from asyncckpt.memory.mapping import Mapping as Memory
@@ -274,6 +274,14 @@ def test_a_rank_of_another_mesh_reads_at_most_a_tenth_more_than_it_needs(tmp_pat
                 assert torch.equal(mine, value[rows, columns])
                 limit = touched_nbytes(path, offsets, sizes) if verify else mine.numel() * 4
                 assert sum(n for at, n in files.read_ranges if n > SAVE_ID_NBYTES) <= 1.1 * limit
+
+
+@pytest.mark.parametrize(("width", "n_pieces"), [(28_672, 1), (140_000, 8)])
+def test_columns_of_small_blocks_are_pieces_only_where_the_gaps_are_long(width: int, n_pieces: int) -> None:
+    chunk = Chunk(part=0, offset_bytes=0, nbytes=8 * width * 4, offsets=(0, 0), sizes=(8, width))
+    region = whole_region((0, 0), (8, width // 2))
+    found = pieces_to_read(chunk, region, itemsize=4, block_nbytes=32 << 10, verify=True)
+    assert len(found) == n_pieces
 
 
 def touched_nbytes(path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:

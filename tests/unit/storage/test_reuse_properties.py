@@ -155,7 +155,7 @@ class Root:
         self._history = ShardHistory()
 
     def change_mirror(self) -> None:
-        """Let the next saves have a mirror in an object store or none: their checksums are of blocks of another size."""
+        """Let the next saves have a mirror in an object store, or none: blocks with one checksum of another size."""
         self._mirror = "" if self._mirror else "s3://bucket/a"
 
     def check(self) -> None:

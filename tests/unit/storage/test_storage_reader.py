@@ -24,6 +24,7 @@ from storage_samples import OTHER_ID, SAVE_ID, RecordingFiles, Snapshot, failing
 from asyncckpt.errors import CorruptCheckpointError
 from asyncckpt.format.checksums import BLOCK_NBYTES
 from asyncckpt.format.index import ShardRecord
+from asyncckpt.format.layout import SAVE_ID_NBYTES
 from asyncckpt.storage import read_plan, reader
 from asyncckpt.storage.contents import Contents, read_contents
 from asyncckpt.storage.files import Files
@@ -186,6 +187,22 @@ def test_only_the_blocks_that_are_needed_are_read(saved: tuple[str, dict[str, by
     data_reads = [(at, n) for at, n in files.read_ranges if n != 28]
     assert sum(n for _, n in data_reads) <= (last - first + 1) * BLOCK_NBYTES
     assert min(at for at, _ in data_reads) == first * BLOCK_NBYTES
+
+
+def test_of_small_blocks_short_gaps_are_read_too_and_damage_in_them_is_none(tmp_path: Path) -> None:
+    path, lengths = str(tmp_path / "c"), {"a": 70_000, "b": 200_000, "c": 70_000, "d": 400_000, "e": 70_000}
+    with Snapshot(lengths) as snapshot:
+        snapshot.save(path, fsync=False, mirror="s3://bucket/c")
+        wanted = {fqn: snapshot.values[fqn] for fqn in ("a", "c", "e")}
+    for fqn in ("b", "d"):
+        flip_byte(shard_paths(path)[0], snapshot.chunks[fqn].offset_bytes + lengths[fqn] // 2)
+    files = Uncached()
+    assert read(path, list(wanted), files, threads=1) == wanted
+    spans = [(at, at + nbytes) for at, nbytes in sorted(files.read_ranges) if nbytes != SAVE_ID_NBYTES]
+    places = [(snapshot.chunks[fqn].offset_bytes, lengths[fqn]) for fqn in ("a", "c", "e")]
+    first, last = (places[0][0], sum(places[1])), (places[2][0], sum(places[2]))
+    for (low, high), (start, end) in zip(spans, (first, last), strict=True):
+        assert start - (32 << 10) < low <= start and end <= high < end + (32 << 10)
 
 
 def test_without_verification_only_the_pages_that_are_needed_are_read(saved: tuple[str, dict[str, bytes]]) -> None:
