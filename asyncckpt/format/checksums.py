@@ -48,7 +48,7 @@ def block_count(nbytes: int, block_nbytes: int) -> int:
 
 
 def block_digest(block: Buffer) -> bytes:
-    """Return the 8-byte checksum of one block."""
+    """Return the 8-byte checksum of one block. Releases the GIL for long ones."""
     return xxhash.xxh3_64_intdigest(block).to_bytes(DIGEST_NBYTES, "little")  # type: ignore[arg-type]
 
 

@@ -130,7 +130,7 @@ class ShardWriter(abc.ABC):
         """Compute the checksums of an extent, and write it. The first call creates the file.
 
         Args:
-            start, end: Bytes of the shard; whole blocks, except at the end of the shard.
+            start, end: Bytes of the shard; multiples of `BLOCK_NBYTES`, except at the end of the shard.
 
         Raises:
             OSError: Names the shard and the byte range.

@@ -17,7 +17,7 @@ SAVES_PER_RANK = 2
 """If the newest save of a rank has failed, its files are gone, and those of the save before are still linked."""
 
 MAX_HISTORY_NBYTES = 64 << 20
-"""Maximum bytes in memory: 24 for each 256 KiB of a shard, so 700 GB of large shards; 80, so 210 GB, where blocks
+"""Maximum bytes in memory: 24 for each 256 KiB of a shard, so 700 GB of large shards; 80, so 200 GB, where blocks
 have 32 KiB; and `SHARD_NBYTES`. Chosen."""
 
 SHARD_NBYTES = 600
