@@ -121,6 +121,7 @@ class ShardOwnership:
         self._world_size = world_size
         self._reported: dict[str, tuple[ReportedClaim, ...]] = {}
         self._shardings: dict[str, MeshSharding | BoxSharding] = {}
+        self._in_components: frozenset[str] = frozenset()
         self._base: dict[int, int] = {}
         self.conflicts: dict[str, AsyncCkptError] = {}
         self._assignments_of_rank: dict[int, dict[_Key, BoxAssignment]] = {}
@@ -130,16 +131,17 @@ class ShardOwnership:
         groups: Iterable[tuple[tuple[int, ...], tuple[ShardClaim, ...]]],
         base: Mapping[int, int],
         *,
-        whole: Collection[str] = (),
+        whole: Sequence[tuple[tuple[int, ...], Collection[str]]] = (),
     ) -> ShardOwnership:
         """Return the ownership after a meeting.
 
         Args:
             groups: (ranks, claims that each of them makes). For each name, the claims of all ranks that hold it.
             base: By rank, the bytes that it writes in addition to shards.
-            whole: FQNs under which ranks hold whole tensors now. If shards are claimed under one of them, too, that is
-                a conflict.
+            whole: (ranks, FQNs under which they hold whole tensors now). If shards are claimed under one of them, too,
+                that is a conflict.
         """
+        names = {fqn for _, held in whole for fqn in held}
         after = ShardOwnership(self._world_size)
         after._reported, after._shardings = dict(self._reported), dict(self._shardings)
         after.conflicts = dict(self.conflicts)
@@ -147,7 +149,7 @@ class ShardOwnership:
         for ranks, claims in groups:
             for claim in claims:
                 reported.setdefault(claim.fqn, []).append(ReportedClaim(ranks, claim))
-        for fqn in {*reported, *whole}:
+        for fqn in {*reported, *names}:
             after._reported.pop(fqn, None)
             after._shardings.pop(fqn, None)
             after.conflicts.pop(fqn, None)
@@ -158,11 +160,14 @@ class ShardOwnership:
                 after.conflicts[fqn] = found
             elif found is not None:
                 after._shardings[fqn] = found
-            if fqn in whole:
+            if fqn in names:
                 holders = [rank for ranks, _ in reports for rank in ranks]
                 text = f"ranks {holders[:4]} hold shards of {fqn!r}, other ranks a plain tensor of that name"
                 text += "; make it a shard on all ranks, or give it another key"
                 after.conflicts[fqn] = contradiction(text, holders)
+        lacking = {fqn for fqn in reported if fqn not in after._shardings and fqn not in after.conflicts}
+        found_there = {fqn for fqn in lacking if _are_in_components(after._reported[fqn], reported, whole)}
+        after._in_components = (self._in_components - reported.keys() - names) | found_there
         # IMPORTANT: unchanged claims keep their assignments, so that no layout changes.
         after._base = self._base if after._reported == self._reported else {**self._base, **base}
         return after
@@ -224,8 +229,8 @@ class ShardOwnership:
     def is_empty_part(self, rank: int, claim: ShardClaim) -> bool:
         """Whether `rank` holds a part without elements of a tensor that other ranks may store under other names only.
 
-        So it is if the ranks have not agreed on it yet; or if no other rank claims a part of it, and each claims parts
-        of components (`FQN.name`) instead. Then nobody has elements under this name, and it must not be missed.
+        So it is if the ranks have not agreed on it yet; or if none of the ranks with elements holds it, and each holds
+        components (`FQN.name`) instead. Then nobody has elements under this name, and it must not be missed.
         """
         if claim.grid is None or 0 in claim.shape:
             return False
@@ -233,17 +238,7 @@ class ShardOwnership:
             return False
         if not self._has_reported(rank, claim):
             return True
-        return claim.fqn not in self._shardings and self._have_components(claim)
-
-    def _have_components(self, claim: ShardClaim) -> bool:
-        """Whether all ranks with elements of a tensor on a grid claim components of it, and not the tensor."""
-        assert claim.grid is not None
-        held = nbytes_by_position(claim.grid, claim.shape, 1)
-        holders = {rank for rank, n in zip(claim.grid.ranks, held, strict=True) if n}
-        below = (reports for fqn, reports in self._reported.items() if fqn.startswith(f"{claim.fqn}."))
-        owners = {rank for reports in below for ranks, _ in reports for rank in ranks}
-        own = {rank for ranks, _ in self._reported[claim.fqn] for rank in ranks}
-        return holders <= owners and not holders & own
+        return claim.fqn in self._in_components
 
     @cached_property
     def _first_holders(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
@@ -419,6 +414,32 @@ def resolve_sharding(
         if joined is not None:
             return MeshSharding(joined, first.shape, itemsize)
     return _box_sharding(reports, itemsize)
+
+
+def _are_in_components(
+    reports: Sequence[ReportedClaim],
+    reported: Mapping[str, Sequence[ReportedClaim]],
+    whole: Iterable[tuple[tuple[int, ...], Collection[str]]],
+) -> bool:
+    """Whether all ranks with elements of a tensor on a grid hold components of it, and not the tensor.
+
+    Args:
+        reports: The claims of the tensor.
+        reported: All claims by FQN.
+        whole: As for `ShardOwnership.extended`.
+    """
+    _, claim = reports[0]
+    if claim.grid is None:
+        return False
+    held = nbytes_by_position(claim.grid, claim.shape, 1)
+    holders = {rank for rank, n in zip(claim.grid.ranks, held, strict=True) if n}
+    if any(rank in holders for ranks, _ in reports for rank in ranks):
+        return False
+    below = f"{claim.fqn}."
+    claims = (reports for fqn, reports in reported.items() if fqn.startswith(below))
+    owners = {rank for reports in claims for ranks, _ in reports for rank in ranks}
+    owners.update(rank for ranks, names in whole if any(fqn.startswith(below) for fqn in names) for rank in ranks)
+    return holders <= owners
 
 
 def _has_all_holders(members: Collection[int], grid: Grid, shape: tuple[int, ...]) -> bool:

@@ -207,8 +207,9 @@ class Agreement:
         replicas = {h: [replica_of(shape, DTYPES[dtype].itemsize) for _, dtype, shape in keys]
                     for h, keys in sharers.items()}  # fmt: skip
         loads = self._loads(contributions, new)
-        whole = {fqn for c in contributions.values() for fqn, _, _ in c.tensors}
-        self.shards = self.shards.extended(group_by_shards(contributions), loads, whole=whole)
+        held = [(ranks, {fqn for fqn, _, _ in tensors}) for ranks, tensors in _group_by_tensors(contributions)]
+        self.shards = self.shards.extended(group_by_shards(contributions), loads, whole=held)
+        whole = set[str]().union(*(names for _, names in held))
         for fqn in self.shards.names:  # a name is that of whole tensors or of shards, never of both
             if fqn not in whole:
                 self._forget(fqn)
