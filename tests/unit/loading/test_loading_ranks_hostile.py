@@ -129,12 +129,31 @@ def test_a_mark_inside_a_mark_is_refused(tmp_path: Path) -> None:
     assert "inside another" in str(refused(path))
 
 
-@pytest.mark.parametrize("node", [["r"], ["r", None], ["r", ["T", 0], 1], ["r", ["T", 9]], ["-"], ["r", ["-"]]])
+@pytest.mark.parametrize(
+    "node",
+    [["r"], ["r", None], ["r", ["T", 0], 1], ["r", ["T", 9]], ["-"], ["r", ["-"]], ["E"], ["E", 9], ["E", 0, 0]],
+)
 def test_malformed_marks_are_refused(tmp_path: Path, node: Any) -> None:
     def change(structure: dict[str, Any]) -> None:
         structure["tree"][1][1] = node
 
     refused(forged(tmp_path / "c", [{"w": torch.ones(4)}] * 2, 1, change))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("key", ["w", "own"])
+def test_a_part_without_elements_that_has_some_is_refused(tmp_path: Path, rank: int, key: str) -> None:
+    def change(structure: dict[str, Any]) -> None:
+        tree, names = structure["tree"], [entry[0].partition("@")[0] for entry in structure["tensors"]]
+        tree[1][2 * names.index(key) + 1] = ["E", names.index(key)]
+
+    path = forged(tmp_path / "c", [{"w": torch.ones(4), "own": PerRank(torch.ones(2))}] * 2, rank, change)
+    for reader in (RankInfo(0, 1), RankInfo(0, 2), RankInfo(1, 2)):
+        with pytest.raises(CorruptCheckpointError, match="marked as a part without elements, and has some") as caught:
+            DefaultReader(rank_info=reader).read(path)
+        assert caught.value.file == index_name(SAVE_ID, rank)
+    with pytest.raises(CorruptCheckpointError):
+        open_checkpoint(path)
 
 
 def test_an_index_of_another_rank_is_refused(tmp_path: Path) -> None:
