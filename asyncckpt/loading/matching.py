@@ -768,8 +768,15 @@ class _Matcher:
     def _fits(self, node: Node, rests: Sequence[Any], found: Node) -> bool:
         return node[3] not in TENSOR_KINDS and self._composite_mismatch("", node, rests, found) is None
 
-    def _composite_like(self, parameter: torch.Tensor, node: Node) -> torch.Tensor | None:
+    def _composite_like(
+        self, parameter: torch.Tensor, node: Node, existing: Mapping[int, TargetTensor]
+    ) -> torch.Tensor | None:
         """Return a new composite tensor for the saved `node`, sharded like a parameter; None: it was not sharded.
+
+        Args:
+            parameter: The parameter.
+            node: The saved node.
+            existing: By saved tensor number, tensors that are filled already: one may be a component of several.
 
         Raises:
             UnsupportedLeafError: Its type is not registered, or it cannot be sharded like the parameter.
@@ -779,12 +786,17 @@ class _Matcher:
         if node[3] in TENSOR_KINDS or rest.get(SHARDED) is None:
             return None
         refuse_unknown_types(node, rest, saved, self._path, self._objects.type_of)
-        tensors = ((str(name), saved.tensors[inner[1]]) for name, inner in members(node))
-        forms = {name: (tensor.global_shape, torch_dtype(tensor.dtype)) for name, tensor in tensors}
+        numbers = {str(name): inner[1] for name, inner in members(node)}
+        tensors = {name: saved.tensors[number] for name, number in numbers.items()}
+        forms = {name: (tensor.global_shape, torch_dtype(tensor.dtype)) for name, tensor in tensors.items()}
+        filled = {name: existing[number].shards for name, number in numbers.items() if number in existing}
+        known = {name: part for name, shards in filled.items() for part, _ in shards}
         try:
             if rest["size"] != list(parameter.shape):
                 raise ValueError(f"it was saved with shape {rest['size']}, the parameter has {list(parameter.shape)}")
-            return new_dtensor_like(parameter, node[3], rest, forms, self._objects.type_of)
+            if len(set(numbers.values())) != len(numbers):
+                raise ValueError("two of its components are one tensor")
+            return new_dtensor_like(parameter, node[3], rest, forms, known, self._objects.type_of)
         except Exception as error:  # whatever torch, or the class, raises
             fqn = saved.fqn_of_node(node)
             raise UnsupportedLeafError(

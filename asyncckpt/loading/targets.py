@@ -443,9 +443,9 @@ Fits = Callable[[Node, Sequence[Any], Node], bool]
 """(node of a composite tensor, the objects of its flattened state, a saved node) -> whether it holds what was saved."""
 
 
-MakeLike = Callable[[torch.Tensor, Node], "torch.Tensor | None"]
-"""(a sharded parameter, a saved node) -> a new composite tensor that is sharded like the parameter; None: the saved one
-is not sharded."""
+MakeLike = Callable[[torch.Tensor, Node, Mapping[int, TargetTensor]], "torch.Tensor | None"]
+"""(a sharded parameter, a saved node, existing tensors by number) -> a new composite tensor that is sharded like the
+parameter; None: the saved one is not sharded."""
 
 
 def reusable_state_tensors(
@@ -491,9 +491,10 @@ def reusable_state_tensors(
             if parameter is not None and target_tensor(parameter, "").is_empty_part:
                 reused.composites[one] = _empty_like(parameter, parameter.dtype)
                 continue
-            made = None if parameter is None else make_like(parameter, one)
+            made = None if parameter is None else make_like(parameter, one, reused.tensors)
             if made is not None:
-                _reuse_composite(reused, one, made, saved)
+                is_filled = _reuse_composite(reused, one, made, saved)
+                assert is_filled, "as `make_like` has checked"
         elif mine is not None and mine[0] == one[0] == TENSOR:
             target = target_tensor(value, "")
             if target.takes(saved[one[1]]):
@@ -518,14 +519,21 @@ _TENSORS = (TENSOR, COMPOSITE)
 
 def _reuse_composite(reused: Reused, node: Node, value: Any, saved: Sequence[SavedTensor]) -> bool:
     """Return whether the existing `value` is filled with what was saved as `node`, and record it."""
-    found = [(number, target_tensor(tensor, "")) for number, tensor in _component_numbers(node, value)]
-    if len({number for number, _ in found} - reused.tensors.keys()) != len(found):
-        return False
-    if not all(target.takes(saved[number]) for number, target in found):
-        return False
+    found: dict[int, TargetTensor] = {}
+    for number, tensor in _component_numbers(node, value):
+        target, known = target_tensor(tensor, ""), reused.tensors.get(number) or found.get(number)
+        if not target.takes(saved[number]) or (known is not None and not _are_one(target, known)):
+            return False
+        found[number] = target
     reused.tensors.update(found)
     reused.composites[node] = value
     return True
+
+
+def _are_one(target: TargetTensor, other: TargetTensor) -> bool:
+    """Whether two targets fill the same memory with the same elements."""
+    places = [[(part.data_ptr(), part.shape, part.stride(), at) for part, at in one.shards] for one in (target, other)]
+    return places[0] == places[1]
 
 
 def _component_numbers(node: Node, value: Any) -> Iterator[tuple[int, torch.Tensor]]:

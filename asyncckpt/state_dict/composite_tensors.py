@@ -212,13 +212,16 @@ Form = tuple[tuple[int, ...], torch.dtype]
 """(global shape, dtype) of a component."""
 
 
-def new_dtensor_like(parameter: Any, kind: str, rest: Any, forms: Mapping[str, Form], type_of: TypeOf) -> torch.Tensor:
+def new_dtensor_like(
+    parameter: Any, kind: str, rest: Any, forms: Mapping[str, Form], known: Mapping[str, torch.Tensor], type_of: TypeOf
+) -> torch.Tensor:
     """Return a new DTensor that is sharded like a parameter, of a saved composite tensor that was sharded.
 
     Args:
         parameter: A DTensor of the same shape.
         kind, rest: As in `Composite`; `rest` as decoded. All `needed_types` are known.
         forms: The forms of the components by name.
+        known: Components by name that exist already, since another tensor has them too.
         type_of: As for `compose`.
 
     Raises:
@@ -237,7 +240,9 @@ def new_dtensor_like(parameter: Any, kind: str, rest: Any, forms: Mapping[str, F
             sizes[e], left = divmod(global_shape[e] * boxes[0][1][d], shape[d])
             if left:
                 raise ValueError(f"its component {name} of shape {list(global_shape)} cannot be cut like it")
-        tensors[name] = torch.empty(sizes, dtype=dtype, device=local.device)
+        tensors[name] = known[name] if name in known else torch.empty(sizes, dtype=dtype, device=local.device)
+        if (list(tensors[name].shape), tensors[name].dtype) != (sizes, dtype):
+            raise ValueError(f"its component {name} is one tensor with another one, which is sharded otherwise")
     own = {**rest, "size": list(boxes[0][1]), "stride": list(local.stride())}
     made: Any = compose(kind, tensors, own, type_of)
     found: torch.Tensor = type(parameter.data).from_local(
@@ -253,6 +258,9 @@ def new_dtensor_like(parameter: Any, kind: str, rest: Any, forms: Mapping[str, F
         found_shape = tuple(part.found.global_shape if isinstance(part, ShardedComponent) else part.shape)
         if found_shape != forms[name][0]:  # the class has no slice of so small a part
             raise ValueError(f"the place of this rank's part of its component {name} in the whole is unknown")
+        mine = part.found.shards[0].tensor if isinstance(part, ShardedComponent) else part
+        if name in known and mine.data_ptr() != known[name].data_ptr():
+            raise ValueError(f"its component {name} is one tensor with another one, and the class has copied it")
     return found
 
 

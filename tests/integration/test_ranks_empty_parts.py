@@ -117,8 +117,9 @@ def test_a_rank_without_elements_fills_nothing_where_every_saving_rank_had_some(
 class Momentum(torch.optim.Optimizer):
     """An optimizer whose states are a subclass on the ranks that hold elements of the parameters."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, table: Any = None) -> None:
         super().__init__(params, {"lr": 0.1})
+        self.table = table
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -126,26 +127,28 @@ class Momentum(torch.optim.Optimizer):
             state, rows = self.state[p], p.shape[0]
             if not state:
                 part = _part(dist.get_rank(), number, rows=rows)
+                if self.table is not None and isinstance(part, Blocks):
+                    part.table = self.table
                 state["m"] = _dtensor(part, _mesh(), rows)
             for part in parts(state["m"]._local_tensor)[:1]:
                 part.add_(1)
 
 
-def _optimizer() -> Momentum:
+def _optimizer(table: Any = None) -> Momentum:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = _mesh()
     shapes = (ROWS, 12)  # all ranks have elements of the second parameter
-    return Momentum([torch.nn.Parameter(distribute_tensor(torch.zeros(n, 8), mesh, [Shard(0)])) for n in shapes])
+    return Momentum([torch.nn.Parameter(distribute_tensor(torch.zeros(n, 8), mesh, [Shard(0)])) for n in shapes], table)
 
 
-def _save_optimizer(rank: int, path: str) -> None:
-    optimizer = _optimizer()
+def _save_optimizer(rank: int, path: str, is_shared: bool) -> None:
+    optimizer = _optimizer(torch.arange(16.0) if is_shared else None)
     optimizer.step()
     _save_to(path, {"optim": optimizer})
 
 
-def _load_optimizer(rank: int, path: str, has_state: bool) -> bool:
+def _load_optimizer(rank: int, path: str, has_state: bool, is_shared: bool) -> bool:
     _register()
     optimizer = _optimizer()
     if has_state:
@@ -155,6 +158,7 @@ def _load_optimizer(rank: int, path: str, has_state: bool) -> bool:
                 part.fill_(7)
     for _ in range(2):
         asyncckpt.load(path, {"optim": optimizer})
+        tables = []
         for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
             expected = _part(rank, number, rows=parameter.shape[0])
             for part in parts(expected)[:1]:
@@ -162,16 +166,18 @@ def _load_optimizer(rank: int, path: str, has_state: bool) -> bool:
             found = optimizer.state[parameter]["m"]
             assert type(found) is type(parameter.data) and found.placements == parameter.placements
             assert found.shape == parameter.shape and same(found._local_tensor, expected), number
+            tables += parts(found._local_tensor)[2:]
         optimizer.step()
-    return True
+    return len({table.data_ptr() for table in tables}) == (1 if is_shared else len(tables))
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["", "one table"])
 @pytest.mark.parametrize(("saved", "n"), [(3, 1), (3, 3), (2, 3)])
-def test_ranks_without_elements_resume_an_optimizer(saved: int, n: int, tmp_path: Path) -> None:
+def test_ranks_without_elements_resume_an_optimizer(saved: int, n: int, is_shared: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
-    rank_processes.run(saved, _save_optimizer, path)
+    rank_processes.run(saved, _save_optimizer, path, is_shared)
     for has_state in (False, True):
-        assert rank_processes.run(n, _load_optimizer, path, has_state) == [True] * n
+        assert rank_processes.run(n, _load_optimizer, path, has_state, is_shared) == [True] * n
 
 
 def _mixed(rank: int) -> Any:
