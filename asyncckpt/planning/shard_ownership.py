@@ -141,7 +141,7 @@ class ShardOwnership:
             whole: (ranks, FQNs under which they hold whole tensors now). If shards are claimed under one of them, too,
                 that is a conflict.
         """
-        names = {fqn for _, held in whole for fqn in held}
+        groups, names = list(groups), {fqn for _, held in whole for fqn in held}
         after = ShardOwnership(self._world_size)
         after._reported, after._shardings = dict(self._reported), dict(self._shardings)
         after.conflicts = dict(self.conflicts)
@@ -165,9 +165,17 @@ class ShardOwnership:
                 text = f"ranks {holders[:4]} hold shards of {fqn!r}, other ranks a plain tensor of that name"
                 text += "; make it a shard on all ranks, or give it another key"
                 after.conflicts[fqn] = contradiction(text, holders)
-        lacking = {fqn for fqn in reported if fqn not in after._shardings and fqn not in after.conflicts}
-        found_there = {fqn for fqn in lacking if _are_in_components(after._reported[fqn], reported, whole)}
-        after._in_components = (self._in_components - reported.keys() - names) | found_there
+        lacking = [fqn for fqn in reported if fqn not in after._shardings and fqn not in after.conflicts]
+        shards = [(ranks, [claim.fqn for claim in claims]) for ranks, claims in groups] if lacking else []
+        below = _holders_below(lacking, [*whole, *shards])
+        after._in_components = self._in_components - reported.keys() - names
+        for fqn in lacking:
+            owners = set[int]().union(*map(_ranks_with_elements, {claim for _, claim in reported[fqn]}))
+            plain = owners.intersection(rank for ranks, _ in reported[fqn] for rank in ranks)
+            if not plain and owners <= below[fqn]:
+                after._in_components |= {fqn}
+            elif plain and owners - plain and owners - plain <= below[fqn]:
+                after.conflicts[fqn] = _mixed(fqn, plain, owners - plain)
         # IMPORTANT: unchanged claims keep their assignments, so that no layout changes.
         after._base = self._base if after._reported == self._reported else {**self._base, **base}
         return after
@@ -408,7 +416,9 @@ def resolve_sharding(
         distinct = list(dict.fromkeys(grids))
         reporters = reports[0].ranks if len(reports) == 1 else tuple({r for ranks, _ in reports for r in ranks})
         members = set(reporters)
-        if not all(members.issuperset(grid.ranks) or _has_all_holders(members, grid, first.shape) for grid in distinct):
+        missing = [grid for grid in distinct if not members.issuperset(grid.ranks)]
+        holders = [_ranks_with_elements(first._replace(grid=grid)) for grid in missing]
+        if not all(found and members.issuperset(found) for found in holders):
             return None
         joined = distinct[0] if len(distinct) == 1 else _joined(tuple(distinct))
         if joined is not None:
@@ -416,36 +426,41 @@ def resolve_sharding(
     return _box_sharding(reports, itemsize)
 
 
-def _are_in_components(
-    reports: Sequence[ReportedClaim],
-    reported: Mapping[str, Sequence[ReportedClaim]],
-    whole: Iterable[tuple[tuple[int, ...], Collection[str]]],
-) -> bool:
-    """Whether all ranks with elements of a tensor on a grid hold components of it, and not the tensor.
+def _holders_below(
+    names: Collection[str], held: Iterable[tuple[tuple[int, ...], Iterable[str]]]
+) -> dict[str, set[int]]:
+    """Return, for each of some FQNs, which ranks hold tensors whose FQNs begin with it and a dot: its components.
 
     Args:
-        reports: The claims of the tensor.
-        reported: All claims by FQN.
-        whole: As for `ShardOwnership.extended`.
+        names: The FQNs.
+        held: (ranks, FQNs of tensors that each of them holds).
     """
-    _, claim = reports[0]
-    if claim.grid is None:
-        return False
+    found: dict[str, set[int]] = {name: set() for name in names}
+    for ranks, fqns in held:
+        for fqn in fqns:
+            at = fqn.find(".")
+            while at >= 0:
+                if fqn[:at] in found:
+                    found[fqn[:at]].update(ranks)
+                at = fqn.find(".", at + 1)
+    return found
+
+
+def _mixed(fqn: str, plain: Collection[int], composite: Collection[int]) -> RanksDisagreeError:
+    text = (
+        f"{fqn!r} is a plain tensor on ranks {sorted(plain)[:4]}, and a container or a subclass with components "
+        f"on ranks {sorted(composite)[:4]}; all ranks with elements of it must hold the same. torchao quantizes a part "
+        "only if it has at least 4096 elements and whole blocks: choose the shape, block_size or the number of ranks "
+        "so that it quantizes all parts or none, or train that parameter with another optimizer"
+    )
+    return contradiction(text, sorted({*plain, *composite}))
+
+
+def _ranks_with_elements(claim: ShardClaim) -> set[int]:
+    """Return the ranks of the grid of a claim that hold elements of its tensor."""
+    assert claim.grid is not None
     held = nbytes_by_position(claim.grid, claim.shape, 1)
-    holders = {rank for rank, n in zip(claim.grid.ranks, held, strict=True) if n}
-    if any(rank in holders for ranks, _ in reports for rank in ranks):
-        return False
-    below = f"{claim.fqn}."
-    claims = (reports for fqn, reports in reported.items() if fqn.startswith(below))
-    owners = {rank for reports in claims for ranks, _ in reports for rank in ranks}
-    owners.update(rank for ranks, names in whole if any(fqn.startswith(below) for fqn in names) for rank in ranks)
-    return holders <= owners
-
-
-def _has_all_holders(members: Collection[int], grid: Grid, shape: tuple[int, ...]) -> bool:
-    """Whether `members` are ranks of a grid that hold elements, and no other rank of it holds any."""
-    held = dict(zip(grid.ranks, nbytes_by_position(grid, shape, 1), strict=True))
-    return any(held.get(rank) for rank in members) and not any(n for rank, n in held.items() if rank not in members)
+    return {rank for rank, n in zip(claim.grid.ranks, held, strict=True) if n}
 
 
 @functools.lru_cache(256)
