@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -395,3 +396,29 @@ def test_every_tensor_that_is_made_is_made_on_a_named_device() -> None:
         and "device" not in [keyword.arg for keyword in node.keywords]
     ]
     assert not wrong, "\n".join([*wrong, "pass device=: the default device belongs to the user"])
+
+
+def test_tests_that_run_without_the_extras_import_none_of_them_unasked() -> None:
+    """`make test-nonumpy` runs these in an environment without them; there, collecting such a test fails."""
+    folder, makefile = REPOSITORY / "tests", (REPOSITORY / "Makefile").read_text()
+    chosen = re.search(r'grep -rlE --include="test_\*\.py" \'(.*)\' tests/unit', makefile)
+    assert chosen is not None
+    ours = {path.stem for path in folder.rglob("*.py")} | {"tests", "asyncckpt", "asyncckpt_worker"}
+    installed = {*sys.stdlib_module_names, *ours, "torch", "psutil", "zmq", "msgpack", "xxhash", "pytest"}
+    wrong = []
+    for path in sorted((folder / "unit").rglob("test_*.py")):
+        text = path.read_text()
+        if re.search(chosen[1].replace("\\b", r"\b"), text) is None:
+            continue
+        asked: set[str] = set()
+        for node in ast.parse(text).body:
+            calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+            skips = [
+                one.args[0] for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr == "importorskip"
+            ]
+            asked.update(str(one.value).partition(".")[0] for one in skips if isinstance(one, ast.Constant))
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            used = {name.partition(".")[0] for name in names} - installed - asked
+            wrong += [f"{path.relative_to(REPOSITORY)}:{node.lineno} {name}" for name in sorted(used)]
+    assert not wrong, "\n".join([*wrong, 'call pytest.importorskip("...") before the import'])
