@@ -51,9 +51,10 @@ from asyncckpt.format.state_tree import (
     tree_of,
 )
 from asyncckpt.format.structure import Chunk
+from asyncckpt.loading.byte_ranges import SavedBox, whole_box
 from asyncckpt.loading.fetch import bytes_of, read_tensor
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY
-from asyncckpt.loading.saved_state import SavedObjects, SavedTree
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, refuse_unlike_parts
 from asyncckpt.state_dict.leaf_codecs import decode_leaf
 from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.state_dict.pickling import unpickle
@@ -208,7 +209,7 @@ class CheckpointMetadata:
     ) -> None:
         self.contents = contents
         self._files, self._threads, self._verify = files, threads, verify
-        self._tree = SavedTree(contents, reader)
+        self._tree, self._reader = SavedTree(contents, reader), reader
         self._objects = SavedObjects(contents, files, allow_pickle=allow_pickle)
         # By ID of a placeholder; holding the placeholder keeps its ID from being reused.
         self._marks: dict[int, tuple[torch.Tensor, SavedTensor]] = {}
@@ -368,7 +369,17 @@ class CheckpointMetadata:
             return type(value)(map(self._whole, value))
         return value
 
+    def refuse_unlike_parts(self, boxes: Iterable[SavedBox]) -> None:
+        """Refuse to read boxes of sharded subclasses of which ranks have stored parts that do not fit together.
+
+        Raises:
+            PerRankUnavailableError: There is one; names it.
+            CorruptCheckpointError, OSError: What has to be compared cannot be read.
+        """
+        refuse_unlike_parts(self._tree.unlike_parts, boxes, self._reader, self._objects, verify=self._verify)
+
     def _read(self, saved: SavedTensor) -> torch.Tensor:
+        self.refuse_unlike_parts([whole_box(saved)])
         return read_tensor(self.contents, saved, None, self._files, threads=self._threads, verify=self._verify)
 
 

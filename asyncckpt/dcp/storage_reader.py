@@ -377,6 +377,7 @@ class StorageReader(TorchStorageReader):
         Raises:
             CorruptCheckpointError: Stored bytes differ from those that were saved.
             MissingKeysError, LeafTypeMismatchError, ShapeMismatchError: The plan does not match the checkpoint.
+            PerRankUnavailableError: Ranks have stored parts of a subclass in a DTensor that do not fit together.
             PickledLeafError: AsyncCheckpointer pickled a leaf, and unpickling is not allowed.
             UnsupportedLeafError: A target is a tensor subclass whose elements are not in its memory.
             RanksDisagreeError: The coordinator has found another save; found out only now if the planner creates or
@@ -390,7 +391,6 @@ class StorageReader(TorchStorageReader):
         described = self._described if self._described is not None else self._read_described()
         if self._found is not None:
             check_same_save(plan, self._found)
-        tensors = []
         default: Any = planner
         named = leaves_of(default)
         for item in plan.items:
@@ -410,11 +410,11 @@ class StorageReader(TorchStorageReader):
                     )
             else:
                 check_target(self.path, item, default.lookup_tensor(item.dest_index))
+        tensors = [(i, *self._located(described, i)) for i in plan.items if i.type is not LoadItemType.BYTE_IO]
+        described.refuse_unlike_parts([(saved, offsets, tuple(item.lengths)) for item, saved, offsets in tensors])
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, described.leaf_bytes(item.storage_index.fqn))
-            else:
-                tensors.append((item, *self._located(described, item)))
         for saved in {saved.fqn: saved for _, saved, _ in tensors}.values():
             check_lengths(described.contents, self._files, saved)
         for batch in _batches(tensors):

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
+from asyncckpt.format.checksums import block_digest
 from asyncckpt.format.manifest import check_version, list_of
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.state_tree import checked_hashes, is_maxlen, is_text
+from asyncckpt.format.state_tree import SHARDED, checked_hashes, is_maxlen, is_text
 
 _NUMBERS = {
     **{"|b1": "?", "|i1": "b", "|u1": "B", "<i2": "h", "<u2": "H", "<i4": "i", "<u4": "I", "<i8": "q", "<u8": "Q"},
@@ -324,6 +325,48 @@ def pickled(payload: Any) -> tuple[str, bytes]:
     if not isinstance(kind, str) or not isinstance(data, str):
         raise ValueError("a pickled leaf is malformed, expected [type, base64]")
     return kind, base64.b64decode(data, validate=True)
+
+
+def sharded_components(raw: Any) -> frozenset[str] | None:
+    """Return the names of the components that are sharded with their tensor.
+
+    Args:
+        raw: JSON form of the object of an "s" node.
+
+    Returns:
+        None: The tensor was not sharded.
+    """
+    sharded = _member(raw, SHARDED)
+    return None if sharded is None else frozenset(str(pair[0]) for pair in _pairs(sharded))
+
+
+def context_digest(raw: Any) -> bytes:
+    """Return the digest of the context in the JSON form of the object of an "s" node (format/SPEC.md section 4).
+
+    Devices, the order of dicts and that of sets do not count: ranks differ in the first and the last.
+    """
+    text = json.dumps(_comparable(_member(raw, "context")), separators=(",", ":"))
+    return block_digest(text.encode())
+
+
+def _pairs(raw: Any) -> list[Any]:
+    found = raw.get("v") if isinstance(raw, dict) and raw.get("$") == "dict" else None
+    return [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
+
+
+def _member(raw: Any, name: str) -> Any:
+    return next((value for key, value in _pairs(raw) if key == name), None)
+
+
+def _comparable(raw: Any) -> Any:
+    if isinstance(raw, list):
+        return list(map(_comparable, raw))
+    if not isinstance(raw, dict):
+        return raw
+    tag, payload = raw["$"], _comparable(raw["v"])
+    if tag in ("dict", "set", "frozenset"):
+        payload.sort(key=json.dumps)
+    return {"$": tag, "v": None if tag == "torch.device" else payload}
 
 
 def encode_objects(save_id: SaveId, values: Sequence[Any]) -> bytes:

@@ -8,6 +8,7 @@ A node is a nested tuple, which can be compared, hashed and packed as msgpack:
     ("l", (node, ...))  ("t", (node, ...))       list, tuple
     ("l", (node, ...), ("deque", maxlen))        deque; maxlen: None for none
     ("s", (name, node, ...), n, kind)            tensor that is stored as its component tensors, see below
+    ("s", (name, node, ...), n, kind, digest)    the same, of a DTensor
     ("r", node)                                  the node belongs to its rank (`PerRank`); never inside another "r"
     ("T", n)                                     tensor number n
     ("N", n)                                     numpy array, stored as tensor number n
@@ -22,6 +23,8 @@ of its leaves.
 An "s" node is a tensor subclass with `__tensor_flatten__`, or a sparse, quantized or jagged tensor. Its members are its
 component tensors by name: nodes "T" or "s". `kind` is one of `TENSOR_KINDS`, or the name of the class, with its module.
 It is data: nothing is imported because a file has it. Object number n has what else is needed to rebuild the tensor.
+The digest, of 8 bytes, is that of the context in this object (`objects.context_digest`). It is only in files, and not
+in all: only what has been sharded has one. Ranks whose digests differ have stored parts that make no whole tensor.
 
 Strings and integers are keys as they are. Other keys are a `TypedKey`, because 1, 1.0 and True are equal in Python, in
 dicts and in paths; as `TypedKey` they differ. On disk a typed key is an array that begins with the tag
@@ -35,9 +38,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
+
+from asyncckpt.format.checksums import DIGEST_NBYTES
 
 MAX_COLLISIONS = 1000
 """Most keys with the same hash in a dict or set. Chosen: floats have some dozens; 1,000 take half a millisecond."""
@@ -309,6 +314,30 @@ def composite_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from composite_nodes(child, (*path, key))
 
 
+def context_digest_of(node: Node) -> bytes | None:
+    """Return the digest of the context of a composite tensor; None: it has none."""
+    return node[4] if len(node) > 4 else None
+
+
+def with_context_digests(node: Node, digests: Mapping[int, bytes]) -> Node:
+    """Return a tree in which composite tensors have digests.
+
+    Args:
+        node: A tree without digests.
+        digests: The digests, by number of the tensor's object.
+    """
+    kind = node[0]
+    if kind in SEQUENCES:
+        return (kind, tuple(with_context_digests(child, digests) for child in node[1]), *node[2:])
+    if kind == PER_RANK:
+        return (kind, with_context_digests(node[1], digests))
+    if kind not in KEYED:
+        return node
+    items = tuple(with_context_digests(one, digests) if n % 2 else one for n, one in enumerate(node[1]))
+    own = (digests[node[2]],) if kind == COMPOSITE and node[2] in digests else ()
+    return (kind, items, *node[2:], *own)
+
+
 def named_leaves(node: Node) -> dict[str, Node]:
     """Return leaf nodes by FQN, in the order of the state dict. Of two leaves with one FQN the first is returned.
 
@@ -496,7 +525,7 @@ def _checked_mapping(raw: Any, n_tensors: int, n_objects: int, depth: int, per_r
 
 
 def _checked_components(raw: Any, n_tensors: int, n_objects: int, depth: int) -> Node:
-    items, kind = (raw[1], raw[3]) if len(raw) == 4 else (None, None)
+    items, kind = (raw[1], raw[3]) if len(raw) in (4, 5) else (None, None)
     if not isinstance(items, (list, tuple)) or not items or len(items) % 2:
         raise ValueError("malformed node of a tensor's components")
     if type(kind) is not str or not 0 < len(kind) <= MAX_KIND_CHARS or not is_text(kind):
@@ -507,8 +536,11 @@ def _checked_components(raw: Any, n_tensors: int, n_objects: int, depth: int) ->
     members = [checked(child, n_tensors, n_objects, depth + 1) for child in items[1::2]]
     if any(member[0] not in (TENSOR, COMPOSITE) for member in members):
         raise ValueError("a component of a tensor is no tensor")
+    digest = tuple(raw[4:])
+    if digest and (type(digest[0]) is not bytes or len(digest[0]) != DIGEST_NBYTES or kind in TENSOR_KINDS):
+        raise ValueError(f"the digest of the context of a {kind[:40]} is {str(digest[0])[:40]!r}")
     parts = tuple(part for pair in zip(names, members, strict=True) for part in pair)
-    return (COMPOSITE, parts, _checked_number(raw[2], n_objects), kind)
+    return (COMPOSITE, parts, _checked_number(raw[2], n_objects), kind, *digest)
 
 
 def _are_tensors(keys: Any, nodes: Any, n_tensors: int) -> bool:

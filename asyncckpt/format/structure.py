@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import add, itemgetter, le
@@ -116,6 +116,19 @@ def encode_structure(structure: Structure) -> bytes:
     for value in ("n_objects", structure.n_objects, "tree", structure.tree):
         packer.pack(value)
     return bytes(packer.bytes())
+
+
+def with_context_digests(data: bytes, digests: Mapping[int, bytes]) -> bytes:
+    """Return an encoded structure in whose tree composite tensors have digests of their contexts.
+
+    Args:
+        data: Result of `encode_structure`, without digests.
+        digests: The digests, by number of the tensor's object.
+    """
+    tree = msgpack.unpackb(data, strict_map_key=False, use_list=False)["tree"]
+    packed = msgpack.packb(tree)
+    assert data.endswith(packed)  # `encode_structure` packs it last
+    return data[: -len(packed)] + bytes(msgpack.packb(state_tree.with_context_digests(tree, digests)))
 
 
 def _pack_chunk(chunk: Chunk, entry: TensorEntry) -> list[Any]:

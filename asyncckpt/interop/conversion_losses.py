@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncckpt.config import RankInfo
-from asyncckpt.errors import PerRankUnavailableError, UnsupportedFormatError, UnsupportedLeafError
+from asyncckpt.errors import UnsupportedFormatError, UnsupportedLeafError
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import split_per_rank_name
 from asyncckpt.format.objects import PICKLED_TAGS
@@ -22,11 +22,9 @@ from asyncckpt.format.state_tree import (
     MAX_KEY_CHARS,
     OBJECT,
     ORDERED_DICT,
-    SHARDED,
     TENSOR,
     Node,
     Path,
-    composite_nodes,
     fqn_of,
     leaves,
     per_rank_nodes,
@@ -117,33 +115,6 @@ def refuse_long_keys(outline: Outline, losses: ConversionLosses) -> None:
 def sentence(what: str, names: Collection[str]) -> list[str]:
     """Return the sentence that says `what` of these names; none, if there are none."""
     return [f"{what}: {', '.join(names)}"] if names else []
-
-
-def refuse_uncut(outline: Outline) -> None:
-    """Refuse sharded composite tensors with a component that each rank has stored for itself: they are no whole tensor.
-
-    Raises:
-        PerRankUnavailableError: There is one; names it.
-    """
-    for path, node in composite_nodes(outline.tree):
-        if not _is_sharded(outline.objects[node[2]]):
-            continue
-        own = [fqn_of(at) for at, leaf in leaves(node, path) if split_per_rank_name(outline.tensors[leaf[1]].fqn)]
-        if own:
-            contents = outline.contents
-            raise PerRankUnavailableError(
-                f"{contents.path}: {fqn_of(path)!r}, a {node[3]}, was sharded over {len(contents.ranks)} ranks, and "
-                f"each has stored its own {own[0]!r}, so that there is no whole tensor; leave it out by keys",
-                path=contents.path,
-                keys=own,
-                saved=len(contents.ranks),
-                wanted=1,
-            )
-
-
-def _is_sharded(raw: Any) -> bool:
-    pairs = raw["v"] if isinstance(raw, dict) and raw.get("$") == "dict" else ()
-    return any(isinstance(pair, list) and pair[:1] == [SHARDED] for pair in pairs)
 
 
 def container_types_lost(found: Iterable[tuple[Path, Node]], kept: Collection[str] = ()) -> list[str]:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncckpt.basics.paths import absolute_path, checkpoint_path, current_umask, is_url
+from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
 from asyncckpt.format.checksums import BLOCK_NBYTES, OBJECT_BLOCK_NBYTES
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT, TENSOR
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
-from asyncckpt.interop.conversion_losses import ConversionLosses, changes, refuse_uncut, sentence, writable_part
+from asyncckpt.interop.conversion_losses import ConversionLosses, changes, sentence, writable_part
 from asyncckpt.interop.copy_pipeline import DuplexFiles, Progress, Target, write_files
 from asyncckpt.interop.hf.config_files import CONFIG_NAME, config_with_dtype
 from asyncckpt.interop.mapping.made_tensors import CAST_DTYPES, cast
@@ -39,8 +40,10 @@ from asyncckpt.interop.write_asyncckpt import asyncckpt_target, check_asyncckpt
 from asyncckpt.interop.write_object_store import write_to_object_store
 from asyncckpt.interop.write_safetensors import check_safetensors, hf_target, safetensors_target
 from asyncckpt.interop.write_torch import check_dcp, check_torch, dcp_target, torch_target
+from asyncckpt.loading.byte_ranges import whole_box
 from asyncckpt.loading.fetch import thread_count
 from asyncckpt.loading.key_selection import key_list
+from asyncckpt.loading.saved_state import SavedObjects, refuse_unlike_parts
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import (
@@ -331,7 +334,9 @@ class Conversion:
             existing, place = self.check_place(path), path
         split: list[str] = []
         whole = outline_of(contents, source_files, keys=self._keys, key_map=self._key_map)
-        refuse_uncut(whole)
+        if whole.unlike_parts:
+            boxes = [whole_box(whole.saved(n)) for n in range(len(whole.tensors))]
+            refuse_unlike_parts(whole.unlike_parts, boxes, RankInfo(0, 1), SavedObjects(contents, source_files))
         if self._to != "asyncckpt":
             whole, split = without_composites(whole)
         whole, sentences = prepare(whole)

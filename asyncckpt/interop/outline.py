@@ -30,7 +30,7 @@ from asyncckpt.format.state_tree import (
 from asyncckpt.interop.mapping.made_tensors import AnyTensor
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, Selection, prefixes
-from asyncckpt.loading.saved_state import SavedTree
+from asyncckpt.loading.saved_state import SavedTree, UnlikePart
 from asyncckpt.storage.contents import Contents, SavedTensor, read_objects
 from asyncckpt.storage.files import Files
 
@@ -51,6 +51,7 @@ class Outline:
         lost_metadata: FQNs of OrderedDicts with `_metadata` that have no leaf after renaming, and are not in the tree.
         became_dicts: FQNs of lists and tuples of which some members were left out; they are dicts from the members'
             original indexes to the members.
+        unlike_parts: `SavedTree.unlike_parts` of the source.
     """
 
     contents: Contents
@@ -61,6 +62,7 @@ class Outline:
     per_rank: list[str] = field(default_factory=list)
     lost_metadata: list[str] = field(default_factory=list)
     became_dicts: list[str] = field(default_factory=list)
+    unlike_parts: Mapping[str, UnlikePart] = field(default_factory=dict)
 
     def leaves(self) -> list[tuple[str, Node]]:
         """Return (FQN, leaf node) of all leaves in order."""
@@ -122,7 +124,8 @@ def outline_of(
         return objects[rank][own]
 
     lost = sorted(versioned(selected) - versioned(tree))
-    return _with_tree(Outline(contents, saved.tree, per_rank=per_rank, lost_metadata=lost), tree, saved.tensors, raw)
+    whole = Outline(contents, saved.tree, per_rank=per_rank, lost_metadata=lost, unlike_parts=saved.unlike_parts)
+    return _with_tree(whole, tree, saved.tensors, raw)
 
 
 def pruned(outline: Outline, keep: Callable[[str], bool]) -> Outline:

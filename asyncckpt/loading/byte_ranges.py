@@ -379,6 +379,11 @@ def box_of(placement: Placement) -> SavedBox:
     return placement.saved, placement.offsets, tuple(placement.target.shape)
 
 
+def whole_box(saved: SavedTensor) -> SavedBox:
+    """Return the box that is a whole tensor."""
+    return saved, (0,) * len(saved.global_shape), saved.global_shape
+
+
 def needed_nbytes(boxes: Iterable[SavedBox]) -> int:
     """Return the total bytes of boxes. A box that occurs twice, or whose whole tensor occurs too, counts once."""
     found: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = {}

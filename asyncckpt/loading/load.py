@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -18,14 +18,11 @@ from asyncckpt.components import CheckpointReader
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.errors import (
-    AliasMismatchError,
     ConfigError,
     MissingKeysError,
-    PerRankUnavailableError,
     ReshardError,
     SharedLoadError,
 )
-from asyncckpt.format.names import per_rank_name, split_per_rank_name
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
@@ -33,13 +30,13 @@ from asyncckpt.format.state_tree import (
     DICT,
     MAPPINGS,
     OBJECT,
-    SHARDED,
     TENSOR,
     Node,
     Path,
     fqn_of,
     mapping_nodes,
 )
+from asyncckpt.loading.byte_ranges import SavedBox, whole_box
 from asyncckpt.loading.fetch import Filler, bump_versions, thread_count
 from asyncckpt.loading.key_selection import KeyMap, Selection, key_list, missing_hint, selected
 from asyncckpt.loading.matching import Matches, Replacement, ReshardedMark, match_target
@@ -50,6 +47,7 @@ from asyncckpt.loading.saved_state import (
     SavedObjects,
     SavedTree,
     per_rank_unavailable,
+    refuse_unlike_parts,
     report_rank_differences,
 )
 from asyncckpt.loading.shared.broadcast import SharedReads
@@ -374,11 +372,12 @@ class _Load:
         self._saved = SavedTree(self._contents, reader)
         self._objects = SavedObjects(self._contents, self._files, allow_pickle=options.allow_pickle)
         self._saved.restore_parameter_numbers(self._object_at)
+        self._verify = options.verify and source.has_checksums
         self._filler = Filler(
             self._contents,
             self._files,
             threads=options.threads,
-            verify=options.verify and source.has_checksums,
+            verify=self._verify,
             low_memory=options.low_memory,
             shared=shared,
         )
@@ -459,6 +458,7 @@ class _Load:
         self._report_missing(report.missing, selection, present, report.absent_subtrees, is_error=is_error)
         self._report_containers(matches)
         self._report_converted(report.converted)
+        self._refuse_unlike_parts(lambda: matches.boxes(self._saved))
         self._report_differences(report.read_leaves.items())
         self._report_factories((new.path, new.node) for new in [*matches.replaced, *matches.extended_lists])
         self._filler.check_ties(matches.ties)
@@ -544,7 +544,10 @@ class _Load:
         tree = self._saved.without_other_ranks(tree)
         values = self._new_values([tree], Reused({}, {}))
         self._report_factories([((), tree)])
-        self._report_differences((fqn, node) for fqn, node in self._saved.leaves.items() if node in values.leaves)
+        found = [(fqn, node) for fqn, node in self._saved.leaves.items() if node in values.leaves]
+        numbers = [node[1] for _, node in found if node[0] != OBJECT]
+        self._refuse_unlike_parts(lambda: [whole_box(self._saved.tensors[n]) for n in numbers])
+        self._report_differences(found)
         self._filler.fill([], values.fillings)
         return values.build(tree), missing
 
@@ -604,44 +607,12 @@ class _Load:
 
     def _report_differences(self, found: Iterable[tuple[str, Node]]) -> None:
         if not self._saved.is_single_rank:
-            found = list(found)
-            self._refuse_uncut(found)
             report_rank_differences(self._contents, self._saved, self._objects, self._files, found)
 
-    def _refuse_uncut(self, found: Iterable[tuple[str, Node]]) -> None:
-        """Refuse sharded composite tensors with a component that was not sharded, and that differs between the ranks.
-
-        Raises:
-            PerRankUnavailableError: This rank would get another rank's component.
-        """
-        saved = self._saved
-        for fqn, node in found:
-            own = None if node[0] == OBJECT else split_per_rank_name(saved.tensors[node[1]].fqn)
-            if own is None or own[1] == saved.reader_rank or fqn not in saved.composite_of:
-                continue
-            whole = saved.composite_of[fqn]
-            if SHARDED not in self._object_at(whole[2]):
-                continue
-            tensor = saved.tensors[node[1]]
-            names = (per_rank_name(own[0], rank) for rank in range(len(self._contents.ranks)))
-            others = [self._contents.tensors[name] for name in names if name in self._contents.tensors]
-            like = torch.empty(tensor.global_shape, dtype=torch_dtype(tensor.dtype), device="meta")
-            part = (like, (0,) * len(tensor.global_shape))
-            try:
-                if any((one.dtype, one.global_shape) != (tensor.dtype, tensor.global_shape) for one in others):
-                    raise alias_mismatch(fqn, fqn, self._path, ONE_OBJECT, "nothing was changed")
-                self._filler.check_ties([Tie(fqn, fqn, tensor, one, [part]) for one in others])
-            except AliasMismatchError:
-                raise PerRankUnavailableError(
-                    f"{self._path}: {saved.fqn_of_node(whole)!r}, a {whole[3]}, was sharded over "
-                    f"{len(self._contents.ranks)} ranks, and its component {fqn!r} was not cut with it and differs "
-                    "between them; nothing was changed. Load it with as many ranks as saved it, or leave it out "
-                    "by keys",
-                    path=self._path,
-                    keys=[fqn],
-                    saved=len(self._contents.ranks),
-                    wanted=self._reader.world_size,
-                ) from None
+    def _refuse_unlike_parts(self, boxes: Callable[[], Iterable[SavedBox]]) -> None:
+        unlike = self._saved.unlike_parts
+        if unlike:
+            refuse_unlike_parts(unlike, boxes(), self._reader, self._objects, verify=self._verify)
 
     def _report_missing(
         self,

@@ -37,7 +37,7 @@ from asyncckpt.format.state_tree import (
     members,
     python_key,
 )
-from asyncckpt.loading.byte_ranges import Placement
+from asyncckpt.loading.byte_ranges import Placement, SavedBox, box_of, whole_box
 from asyncckpt.loading.container_matching import (
     absent_subtrees,
     appended_members,
@@ -60,6 +60,7 @@ from asyncckpt.loading.target_tensors import (
     TargetTensor,
     Tie,
     check_fillable,
+    placements_of,
     target_tensor,
 )
 from asyncckpt.loading.targets import Targets, is_empty_object, is_loadable, reusable_state_tensors, unwrap_per_rank
@@ -177,6 +178,18 @@ class Matches:
     same_object: list[tuple[str, Node, str, Node]] = field(default_factory=list)
     undecided: list[ModuleTarget] = field(default_factory=list)
     without_memory: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def boxes(self, saved: SavedTree) -> list[SavedBox]:
+        """Return what is read of the checkpoint `saved`."""
+        parts = [new.node for new in (*self.replaced, *self.extended_lists)]
+        new = [leaf[1] for node in parts for _, leaf in leaves(node) if leaf[0] != OBJECT]
+        of_ranks = [leaf for one in self.resharded for node in one.nodes for _, leaf in leaves(node)]
+        whole = [n for n in new if n not in self.reused.tensors] + [leaf[1] for leaf in of_ranks if leaf[0] != OBJECT]
+        reused = [(saved.tensors[n], self.reused.tensors[n]) for n in new if n in self.reused.tensors]
+        undecided = [filling for module in self.undecided for filling in module.tensors]
+        ties = [Placement(tie.other, *shard) for tie in self.ties for shard in tie.shards]
+        placed = [*self.placements, *placements_of([*self.tensors, *undecided, *reused]), *ties]
+        return [*(whole_box(saved.tensors[n]) for n in whole), *map(box_of, placed)]
 
 
 def match_target(

@@ -22,7 +22,7 @@ from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.loading.byte_ranges import region_of
 from asyncckpt.loading.fetch import bytes_of, read_tensor, thread_count
 from asyncckpt.loading.read_source import HeldSnapshotReader, ReadSource, check_source, open_source
-from asyncckpt.loading.saved_state import SavedObjects, SavedTree, kind_of, per_rank_unavailable
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, kind_of, per_rank_unavailable, refuse_unlike_parts
 from asyncckpt.loading.tensor_writers import new_tensor
 from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.storage.contents import Contents, Inline, SavedTensor, Strided, check_lengths
@@ -126,7 +126,8 @@ class OpenCheckpoint:
         Raises:
             MissingKeysError: There is no tensor of this name.
             LeafTypeMismatchError: It is an object.
-            PerRankUnavailableError: It belongs to other ranks; use their stored names.
+            PerRankUnavailableError: It belongs to other ranks; use their stored names. Or it is a component of a
+                subclass in a DTensor, and several ranks have stored parts that do not fit together.
             ConfigError: `slices` or `threads` are invalid.
             CorruptCheckpointError: The files differ from what was saved.
             SnapshotUnavailableError: The snapshot is in memory, and its trainer has used the memory for another save;
@@ -138,6 +139,7 @@ class OpenCheckpoint:
         """
         count, saved = thread_count(threads), self._found(fqn)
         check_memory_is_real("OpenCheckpoint.tensor")
+        self._refuse_unlike_parts(fqn, saved, slices, verify=verify)
         if mmap:
             region_of(slices, saved.global_shape, fqn)  # for the same errors as when the tensor is read
             mapped = mapped_tensor(self._contents, saved, self._files) if self._held is None else None
@@ -207,6 +209,17 @@ class OpenCheckpoint:
             raise self._unavailable(fqn)
         raise MissingKeysError(f"{self.path}: there is no tensor {fqn!r}; see .keys()", path=self.path, keys=[str(fqn)])
 
+    def _refuse_unlike_parts(self, fqn: str, saved: SavedTensor, slices: Any, *, verify: bool) -> None:
+        unlike = self._saved.unlike_parts
+        if saved.fqn not in unlike or fqn not in self._saved.leaves:  # a stored name asks for one rank's
+            return
+        region = region_of(slices, saved.global_shape, fqn)
+        ends = zip(region.counts, region.steps, strict=True)
+        box = saved, region.offsets, tuple((count - 1) * step + 1 if count else 0 for count, step in ends)
+        with self._reading():
+            checked = verify and self._has_checksums
+            refuse_unlike_parts(unlike, [box], self._reader, self._objects, verify=checked)
+
     def _unavailable(self, fqn: str) -> PerRankUnavailableError:
         return per_rank_unavailable(self._contents, self._saved, self._reader, [fqn])
 
@@ -222,9 +235,12 @@ class OpenCheckpoint:
         return bytes_of(found) if kind == BYTES else array_of(found)
 
     def _read(self, saved: SavedTensor, slices: Any, *, threads: int, verify: bool) -> torch.Tensor:
-        with self._held.reading() if self._held is not None else contextlib.nullcontext():
+        with self._reading():
             checked = verify and self._has_checksums
             return read_tensor(self._contents, saved, slices, self._files, threads=threads, verify=checked)
+
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        return self._held.reading() if self._held is not None else contextlib.nullcontext()
 
     def close(self) -> None:
         """Release the snapshot in the worker's memory, if this reads one. May be called twice."""

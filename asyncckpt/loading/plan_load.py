@@ -12,15 +12,15 @@ from asyncckpt.config import RankInfo
 from asyncckpt.distributed.process_group import find_rank_info
 from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
-from asyncckpt.loading.byte_ranges import Placement, SavedBox, box_of, needed_nbytes
+from asyncckpt.loading.byte_ranges import needed_nbytes
 from asyncckpt.loading.key_selection import KeyMap, Selection
 from asyncckpt.loading.load import LoadOptions
 from asyncckpt.loading.matching import Mismatch, Replacement, match_target
 from asyncckpt.loading.read_source import read_from_source
-from asyncckpt.loading.saved_state import SavedObjects, SavedTree, new_composites
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, find_unlike_parts, new_composites
 from asyncckpt.loading.target_tensors import Reused, find_aliased, placement_names, placements_of
 from asyncckpt.state_dict.composite_tensors import unknown_type
-from asyncckpt.storage.contents import Contents, SavedTensor
+from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.locate import files_at, with_storage_options
 from asyncckpt.torch_tensors import why_no_memory
 
@@ -123,9 +123,6 @@ def plan_load(
     taken = {*report.read_leaves, *(leaf.fqn for leaf in mismatched)}
     taken.update(fqn_of((one.saved_fqn, *at)) for one in matches.resharded for at, _ in leaves(one.nodes[0]))
     new = [node[1] for one in replaced for _, node in leaves(one.node) if node[0] != OBJECT]
-    of_ranks = [leaf for one in matches.resharded for node in one.nodes for _, leaf in leaves(node)]
-    boxes = [_whole_box(saved.tensors[n]) for n in new if n not in matches.reused.tensors]
-    boxes += [_whole_box(saved.tensors[leaf[1]]) for leaf in of_ranks if leaf[0] != OBJECT]
     reused = [(saved.tensors[n], matches.reused.tensors[n]) for n in new if n in matches.reused.tensors]
     undecided = [filling for module in matches.undecided for filling in module.tensors]
     fillings = [*matches.tensors, *undecided, *reused]
@@ -134,22 +131,18 @@ def plan_load(
     real = [n for n, placement in enumerate(placed) if why_no_memory(placement.target) is None]
     aliased = [names[real[n]] for n in find_aliased([placed[n].target for n in real])]
     containers = [fqn for first, _, other, _ in matches.same_object for fqn in (first, other)]
-    ties = [Placement(tie.other, *shard) for tie in matches.ties for shard in tie.shards]
     tied = [fqn for tie in matches.ties for fqn in (tie.fqn, tie.other_fqn)]
-    boxes += [box_of(placement) for placement in (*placed, *ties)]
+    boxes = matches.boxes(saved)
+    unlike = find_unlike_parts(saved.unlike_parts, boxes, reader, objects, lambda one, other: True)
     return LoadPlan(
         missing=tuple(report.missing),
         undecided=tuple(f"{module.fqn}.{name}" for module in matches.undecided for name in module.undecided),
         unexpected=tuple(fqn for fqn in saved.leaves if fqn not in taken and fqn in wanted),
         mismatched=mismatched,
-        unavailable=tuple(report.unavailable),
+        unavailable=tuple(dict.fromkeys([*report.unavailable, *(part.fqn for part, _ in unlike)])),
         shared=tuple(dict.fromkeys([*aliased, *tied, *report.decided_by_hooks, *containers])),
         nbytes=needed_nbytes(boxes),
     )
-
-
-def _whole_box(saved: SavedTensor) -> SavedBox:
-    return saved, (0,) * len(saved.global_shape), saved.global_shape
 
 
 def _unread(replaced: Iterable[Replacement], saved: SavedTree, contents: Contents) -> tuple[MismatchedLeaf, ...]:

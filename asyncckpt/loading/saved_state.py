@@ -13,9 +13,9 @@ import contextlib
 import json
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,8 @@ from asyncckpt.errors import (
     UnsupportedLeafError,
 )
 from asyncckpt.format.manifest import PLANNER_KEY
-from asyncckpt.format.names import split_per_rank_name
+from asyncckpt.format.names import per_rank_name, split_per_rank_name
+from asyncckpt.format.objects import sharded_components
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
@@ -48,6 +49,7 @@ from asyncckpt.format.state_tree import (
     Node,
     Path,
     composite_nodes,
+    context_digest_of,
     fqn_of,
     has_own_nodes,
     leaves,
@@ -55,8 +57,10 @@ from asyncckpt.format.state_tree import (
     named_leaves,
     whole_leaves,
 )
+from asyncckpt.format.structure import find_overlap
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
-from asyncckpt.loading.fetch import tensor_for
+from asyncckpt.loading.byte_ranges import SavedBox
+from asyncckpt.loading.fetch import read_tensor, tensor_for
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
 from asyncckpt.loading.target_tensors import Filling, Reused, target_tensor
 from asyncckpt.loading.tensor_writers import MapLocation, device_of, relocated
@@ -67,8 +71,31 @@ from asyncckpt.state_dict.pickling import importable_type, unpickle
 from asyncckpt.state_dict.unflatten import ComposeError, Unflattener
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
+from asyncckpt.storage.reader import DEFAULT_THREADS
+from asyncckpt.torch_tensors import flat_bytes
 
 _INNER = (*MAPPINGS, *SEQUENCES)
+
+
+class UnlikePart(NamedTuple):
+    """A component of a composite tensor of which the ranks may have stored parts that do not fit together.
+
+    Attributes:
+        fqn: FQN of the composite tensor.
+        kind: Its kind.
+        described_at: (rank, number) of its object in the tree that is read.
+        component: Name of the component.
+        ranks: Ranks that have stored elements of its components, and have another class or context there than this
+            rank.
+        own: Those of its components of which each rank has stored its own; that of this rank.
+    """
+
+    fqn: str
+    kind: str
+    described_at: tuple[int, int]
+    component: str
+    ranks: frozenset[int]
+    own: tuple[SavedTensor, ...]
 
 
 class SavedTree:
@@ -100,6 +127,8 @@ class SavedTree:
         self.tensors: list[SavedTensor] = list(contents.tensors.values())
         self._contents = contents
         self._first_objects: list[int] = []
+        self._first_with_tree: dict[int, int] = {}
+        self._kinds: dict[int, dict[str, tuple[str, bytes]]] = {}
         self._per_rank_names: dict[str, None] = {}
         self.unlike: set[str] = set()
         self._empty_parts: set[int] = set()
@@ -115,12 +144,12 @@ class SavedTree:
         self._numbers = {tensor.fqn: n for n, tensor in enumerate(self.tensors)}
         order = sorted(range(n_ranks), key=lambda rank: (rank != self.reader_rank, rank))
         joined: Node | None = None
-        known: set[Node] = set()
+        known: dict[Node, int] = {}
         for rank in order:
             structure = contents.ranks[rank].structure
-            if structure.tree in known:  # an equal tree has been joined already
+            self._first_with_tree[rank] = known.setdefault(structure.tree, rank)
+            if self._first_with_tree[rank] != rank:  # an equal tree has been joined already
                 continue
-            known.add(structure.tree)
             seen: Node | None = structure.tree
             if rank or has_own_nodes(structure.tree):  # else it has the common numbers
                 view = self._view(rank, own=rank == self.reader_rank)
@@ -277,6 +306,44 @@ class SavedTree:
         found = composite_nodes(self.tree)
         return {fqn_of(leaf): node for path, node in found for leaf, _ in leaves(node, path)}
 
+    @cached_property
+    def unlike_parts(self) -> dict[str, UnlikePart]:
+        """By stored name, the components of the composite tensors whose parts, of several ranks, may not fit together.
+
+        Of these it takes `find_unlike_parts` to know which were sharded, and what differs.
+        """
+        found: dict[str, UnlikePart] = {}
+        for path, node in composite_nodes(self.tree):
+            components = {str(at[0]): self.tensors[leaf[1]] for at, leaf in leaves(node)}
+            own = tuple(tensor for tensor in components.values() if split_per_rank_name(tensor.fqn) is not None)
+            ranks = self._unlike_ranks(node, components.values())
+            if ranks or own:
+                whole = UnlikePart(fqn_of(path), node[3], self.object_at(node[2]), "", ranks, own)
+                found.update((tensor.fqn, whole._replace(component=name)) for name, tensor in components.items())
+        return found
+
+    def _unlike_ranks(self, node: Node, components: Iterable[SavedTensor]) -> frozenset[int]:
+        """Return the ranks that have stored elements of a composite tensor and have another class or context of it."""
+        digest, first = context_digest_of(node), self._first_with_tree
+        if digest is None or len(set(first.values())) == 1:
+            return frozenset()
+        here = first[self.object_at(node[2])[0]]
+        stored = {(rank, tensor.fqn) for tensor in components for rank, _ in tensor.chunks if first[rank] != here}
+        alike = {None, (node[3], digest)}
+        return frozenset(rank for rank, name in stored if self._kinds_of_rank(rank).get(name) not in alike)
+
+    def _kinds_of_rank(self, rank: int) -> dict[str, tuple[str, bytes]]:
+        """Return kind and digest of the composite tensors of a rank that have a digest, by components' stored names."""
+        if rank not in self._kinds:
+            structure = self._contents.ranks[rank].structure
+            self._kinds[rank] = {
+                structure.tensors[leaf[1]].fqn: (node[3], digest)
+                for _, node in composite_nodes(structure.tree)
+                if (digest := context_digest_of(node)) is not None
+                for _, leaf in leaves(node)
+            }
+        return self._kinds[rank]
+
     def fqn_of_node(self, node: Node) -> str:
         """Return the first FQN of a node of the tree, for messages."""
         return next((fqn for fqn, (_, found) in self._nodes.items() if found == node), "")
@@ -394,7 +461,7 @@ class _RankView:
             return (kind, tuple(OTHER_RANKS_ONLY if m is None else m for m in members), *node[2:])
         if kind == COMPOSITE:
             parts = (self.renumbered(m, path) if i % 2 else m for i, m in enumerate(node[1]))
-            return (kind, tuple(parts), node[2] + self._first_object, node[3])
+            return (kind, tuple(parts), node[2] + self._first_object, *node[3:])
         items: list[Any] = []
         for key, child in zip(node[1][::2], node[1][1::2], strict=True):
             seen = self.renumbered(child, (*path, key))
@@ -442,7 +509,7 @@ class SavedObjects:
     """
 
     def __init__(self, contents: Contents, files: Files, *, allow_pickle: bool = False) -> None:
-        self._contents, self._files, self._allow_pickle = contents, files, allow_pickle
+        self.contents, self.files, self._allow_pickle = contents, files, allow_pickle
         self._read: dict[int, list[Any]] = {}
 
     def type_of(self, name: str) -> type | None:
@@ -459,7 +526,7 @@ class SavedObjects:
             OSError: It cannot be read.
         """
         if rank not in self._read:
-            self._read[rank] = read_objects(self._contents, rank, self._files)
+            self._read[rank] = read_objects(self.contents, rank, self.files)
         return self._read[rank]
 
     def value(self, rank: int, number: int) -> Any:
@@ -479,10 +546,10 @@ class SavedObjects:
                 read; names all of them.
             OSError: A file cannot be read.
         """
-        if self._contents.source is not None:
+        if self.contents.source is not None:
             unread = {number for rank, number in numbers if isinstance(self.raw(rank)[number], UnreadLeaf)}
             if unread:
-                raise unread_error(self._contents.path, unread_leaves(self._contents, unread))
+                raise unread_error(self.contents.path, unread_leaves(self.contents, unread))
         return [self._decoded(rank, number) for rank, number in numbers]
 
     def _decoded(self, rank: int, number: int) -> Any:
@@ -501,11 +568,11 @@ class SavedObjects:
         except AsyncCkptError:
             raise
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            name = self._contents.ranks[rank].index.objects.name
-            raise corrupt(self._contents.path, name, f"object {number} does not decode: {error}") from error
+            name = self.contents.ranks[rank].index.objects.name
+            raise corrupt(self.contents.path, name, f"object {number} does not decode: {error}") from error
 
     def _refusal(self, rank: int, number: int, kind: str, failure: str | None = None) -> PickledLeafError:
-        path, fqn = self._contents.path, object_fqn(self._contents.ranks[rank].structure.tree, number)
+        path, fqn = self.contents.path, object_fqn(self.contents.ranks[rank].structure.tree, number)
         if failure is None:
             why = "and unpickling runs code. Pass allow_pickle=True if you trust its author, or leave it out by keys"
         else:
@@ -544,6 +611,96 @@ def per_rank_unavailable(
         saved=n_ranks,
         wanted=reader.world_size,
     )
+
+
+def find_unlike_parts(
+    unlike: Mapping[str, UnlikePart],
+    boxes: Iterable[SavedBox],
+    reader: RankInfo,
+    objects: SavedObjects,
+    are_equal: Callable[[SavedTensor, SavedTensor], bool],
+) -> Iterator[tuple[UnlikePart, str]]:
+    """Yield the sharded composite tensors of which a reader would join parts that do not fit together, and why not.
+
+    A part of another rank fits if that rank had the same class and context, and equal components where they were not
+    sharded. Ranks that have stored no element of what is read do not count.
+
+    Args:
+        unlike: `SavedTree.unlike_parts` of the tree that is read.
+        boxes: What is read.
+        reader: The rank that reads.
+        objects: The objects of the checkpoint.
+        are_equal: Compares two tensors of one dtype and shape.
+    """
+    contents = objects.contents
+    n_ranks = len(contents.ranks)
+    reader_rank = reader.rank if reader.world_size == n_ranks else None
+    compared: set[tuple[str, int]] = set()
+    for tensor, *box in boxes if unlike else ():
+        part = unlike.get(tensor.fqn)
+        sharded = None if part is None else sharded_components(objects.raw(part.described_at[0])[part.described_at[1]])
+        if part is None or sharded is None:
+            continue
+        rank = part.described_at[0]
+        if part.component in sharded:
+            stored = ((other, (chunk.offsets, chunk.sizes)) for other, chunk in tensor.chunks)
+            others = {other for other, at in stored if find_overlap([at, (box[0], box[1])]) is not None} - {rank}
+            own = part.own
+            if others & part.ranks:
+                names = ", ".join(map(str, sorted(others & part.ranks)[:MAX_SHOWN]))
+                yield part, f"rank {rank} has stored another class or context of it than ranks {names}"
+        elif tensor in part.own and rank != reader_rank:
+            others, own = set(range(n_ranks)), (tensor,)
+        else:
+            continue
+        for mine in own:
+            name = mine.fqn.rpartition("@rank")[0]
+            for other in sorted(others):
+                again = contents.tensors.get(per_rank_name(name, other))
+                if again is None or again is mine or (mine.fqn, other) in compared:
+                    continue
+                compared.add((mine.fqn, other))
+                if again[1:3] != mine[1:3] or not are_equal(mine, again):
+                    what = f"its component {name!r} was not cut with it and differs"
+                    yield part, f"{what} between ranks {rank} and {other}"
+
+
+def refuse_unlike_parts(
+    unlike: Mapping[str, UnlikePart],
+    boxes: Iterable[SavedBox],
+    reader: RankInfo,
+    objects: SavedObjects,
+    *,
+    verify: bool = True,
+) -> None:
+    """Refuse to read what `find_unlike_parts` finds.
+
+    Args:
+        unlike, boxes, reader, objects: As for `find_unlike_parts`.
+        verify: Whether checksums are compared.
+
+    Raises:
+        PerRankUnavailableError: Parts do not fit together; names the tensor, its class and the ranks.
+        CorruptCheckpointError, OSError: What has to be compared cannot be read.
+    """
+
+    contents = objects.contents
+
+    def are_equal(*pair: SavedTensor) -> bool:
+        options: Any = {"threads": DEFAULT_THREADS, "verify": verify}
+        one, other = (read_tensor(contents, tensor, None, objects.files, **options) for tensor in pair)
+        return torch.equal(flat_bytes(one), flat_bytes(other))
+
+    for part, why in find_unlike_parts(unlike, boxes, reader, objects, are_equal):
+        raise PerRankUnavailableError(
+            f"{contents.path}: {part.fqn!r}, a {part.kind}, was sharded over {len(contents.ranks)} ranks, and {why}, "
+            "so that their parts make no whole tensor; nothing was changed. Load it with as many ranks as saved it "
+            "into tensors that are sharded as they were, or leave it out by keys",
+            path=contents.path,
+            keys=[part.fqn],
+            saved=len(contents.ranks),
+            wanted=reader.world_size,
+        )
 
 
 def report_rank_differences(

@@ -14,7 +14,9 @@ from asyncckpt.basics.paths import current_umask
 from asyncckpt.client.slot import Slot
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.objects import encode_objects
+from asyncckpt.format.objects import context_digest, encode_objects, sharded_components
+from asyncckpt.format.state_tree import composite_nodes
+from asyncckpt.format.structure import with_context_digests
 from asyncckpt.planning.replica_checks import NO_SAMPLES, Samples, sample_digests
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
@@ -47,6 +49,51 @@ class StructureReporter:
             return NOTHING_TO_REPORT
         samples = sample_digests(plan, flat, sequence, self._is_on_device) if self._checked else NO_SAMPLES
         return StructureReport(plan.fingerprint, samples, bool(plan.unagreed))
+
+
+MAX_STRUCTURES = 8
+"""Of how many structures `ContextDigests` knows the digests: as many as `PlanCache` keeps plans."""
+
+
+class _Known(NamedTuple):
+    """What is known of a plan's structure.
+
+    Attributes:
+        numbers: Numbers of the objects of its composite tensors.
+        objects: These objects in JSON, of the latest save.
+        encoded: The structure with the digests of their contexts.
+    """
+
+    numbers: Sequence[int]
+    objects: Sequence[Any]
+    encoded: bytes
+
+
+class ContextDigests:
+    """Puts the digests of the contexts of sharded composite tensors into the structures of a checkpointer's saves.
+
+    A plan does not depend on values, so its structure has none. They are computed again when a context has changed.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, _Known] = {}
+
+    def structure_of(self, plan: SavePlan, leaves: Sequence[Any]) -> bytes:
+        """Return the structure of a save with `plan`, whose objects are `leaves` in JSON, by number."""
+        plain = plan.structure
+        known = self._known.get(plain)
+        if known is None:
+            if len(self._known) >= MAX_STRUCTURES:
+                self._known.clear()
+            numbers = dict.fromkeys(node[2] for _, node in composite_nodes(plan.signature[0]))
+            known = self._known[plain] = _Known(tuple(numbers), [], plain)
+        objects = [leaves[n] for n in known.numbers]
+        if objects != known.objects:
+            found = zip(known.numbers, objects, strict=True)
+            digests = {n: context_digest(raw) for n, raw in found if sharded_components(raw)}
+            encoded = with_context_digests(plain, digests) if digests else plain
+            known = self._known[plain] = _Known(known.numbers, objects, encoded)
+        return known.encoded
 
 
 NOTHING_TO_REPORT = StructureReport("", NO_SAMPLES, changed=False)

@@ -45,7 +45,13 @@ from asyncckpt.staging.copy_engine import CopyEngine
 from asyncckpt.staging.deferred_copy import DeferredCopy
 from asyncckpt.staging.mutation_check import SamplingRounds
 from asyncckpt.staging.overlap import Overlap
-from asyncckpt.staging.save_request import NOTHING_TO_REPORT, StructureReport, StructureReporter, build_request
+from asyncckpt.staging.save_request import (
+    NOTHING_TO_REPORT,
+    ContextDigests,
+    StructureReport,
+    StructureReporter,
+    build_request,
+)
 from asyncckpt.staging.slot_copy import (
     MANY_BOXES,
     FullSlotCopier,
@@ -104,6 +110,7 @@ class SlotStager(CheckpointStager):
         self._full_copier = FullSlotCopier(process, config, self._engine, self.overlap, rounds)
         self._ring_copier = RingCopier(process, config, self._engine, self.overlap, rounds)
         self._reporter = StructureReporter(config, self._engine.is_on_device)
+        self._digests = ContextDigests()
 
     def stage(self, state_dict: Mapping[str, Any], **kw: Any) -> StagedSnapshot:
         """Take the snapshot into a slot and seal it. Blocks for a free slot (by policy) and for the copy.
@@ -262,7 +269,7 @@ class SlotStager(CheckpointStager):
             path=kw["path"],
             step=kw["step"],
             parts=plan.part_ranges(),
-            structure=plan.structure,
+            structure=self._digests.structure_of(plan, leaves),
             n_tensors=plan.n_tensors,
             leaves=leaves,
             metadata=kw.get("metadata"),

@@ -33,7 +33,7 @@ from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import SaveRequest
 from asyncckpt.staging.copy_engine import CopyEngine
 from asyncckpt.staging.cpu_copy import SlotImage
-from asyncckpt.staging.save_request import build_request
+from asyncckpt.staging.save_request import ContextDigests, build_request
 from asyncckpt.state_dict.flatten import Flattened
 from asyncckpt.storage import catalog, commit
 from asyncckpt.storage.checkpoint_dir import prepare_directory, remove_made
@@ -77,6 +77,7 @@ class LocalSave:
         self._memory: PrivateStagingBuffer | None = None
         self._image: SlotImage | None = None
         self._engine = CopyEngine(config)
+        self._digests = ContextDigests()
         self._epochs = EpochCache(self._next_epoch)
         self._pool = ThreadPoolExecutor(config.write_threads or DEFAULT_THREADS, thread_name_prefix="asyncckpt-write")
 
@@ -154,7 +155,7 @@ class LocalSave:
                 path=path,
                 step=step,
                 parts=plan.part_ranges(),
-                structure=plan.structure,
+                structure=self._digests.structure_of(plan, leaves),
                 n_tensors=plan.n_tensors,
                 leaves=leaves,
                 metadata=kw.get("metadata"),
