@@ -338,7 +338,8 @@ class PerRankUnavailableError(
 ):
     """The values at `keys` were saved per rank, and the checkpoint has none for the rank that reads.
 
-    They are `PerRank` values, or components of a sharded subclass that were not cut with the tensor.
+    They are `PerRank` values, or parts of a sharded subclass that ranks have stored with unequal classes, contexts, or
+    components that were not cut with the tensor.
 
     `saved` and `wanted` are the world sizes of the save and of the load.
     """

@@ -15,6 +15,7 @@ import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, UnsupportedLeafError
@@ -345,8 +346,10 @@ def context_digest(raw: Any) -> bytes:
 
     Devices, the order of dicts and that of sets do not count: ranks differ in the first and the last.
     """
-    text = json.dumps(_comparable(_member(raw, "context")), separators=(",", ":"))
-    return block_digest(text.encode())
+    return block_digest(_compact(_comparable(_member(raw, "context"))).encode())
+
+
+_compact = partial(json.dumps, separators=(",", ":"))
 
 
 def _pairs(raw: Any) -> list[Any]:
@@ -365,7 +368,7 @@ def _comparable(raw: Any) -> Any:
         return raw
     tag, payload = raw["$"], _comparable(raw["v"])
     if tag in ("dict", "set", "frozenset"):
-        payload.sort(key=json.dumps)
+        payload.sort(key=_compact)
     return {"$": tag, "v": None if tag == "torch.device" else payload}
 
 

@@ -1,7 +1,7 @@
 """One rank's structure: the tree of its state dict, and for each chunk of a tensor its shard file and byte range there.
 
-It depends on keys, shapes, dtypes and the agreement of the ranks, never on values. So it is computed once, and each
-save stores the same bytes.
+It depends on keys, shapes, dtypes and the agreement of the ranks, not on values. So it is computed once, and each save
+stores the same bytes, except for the digests of the contexts of sharded tensors (`with_context_digests`).
 """
 
 from __future__ import annotations

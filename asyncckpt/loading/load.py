@@ -178,9 +178,11 @@ def load(
         LeafTypeMismatchError: The saved leaf is an object and the target's a tensor, or the reverse; or one is a leaf
             and the other a container that cannot replace it.
         PerRankUnavailableError: Requested `PerRank` values belong to other ranks; at another world size, all of them
-            do. So do unequal components of a subclass in a DTensor that were not cut with it. Leave them out by `keys`,
-            or give the `PerRank` in `state_dict` a `reshard`, for which every rank must have saved a value. At the same
-            world size, a new dict silently lacks those of other ranks.
+            do. Leave them out by `keys`, or give the `PerRank` in `state_dict` a `reshard`, for which every rank must
+            have saved a value. At the same world size, a new dict silently lacks those of other ranks. Or this rank
+            would join parts of a subclass in a DTensor that other ranks have stored with another class or context, or
+            with unequal components that were not cut with it. Load these with as many ranks as saved them, into tensors
+            that are sharded as they were, or leave them out by `keys`.
         ReshardError: The `reshard` of a `PerRank` raised, or its result lacks a part of the target.
         AliasMismatchError: Tensors of the target share memory, or two names are one object, and the values saved under
             their names differ.

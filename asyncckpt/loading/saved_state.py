@@ -647,8 +647,8 @@ def find_unlike_parts(
             others = {other for other, at in stored if find_overlap([at, (box[0], box[1])]) is not None} - {rank}
             own = part.own
             if others & part.ranks:
-                names = ", ".join(map(str, sorted(others & part.ranks)[:MAX_SHOWN]))
-                yield part, f"rank {rank} has stored another class or context of it than ranks {names}"
+                names = _ranks_text(sorted(others & part.ranks))
+                yield part, f"rank {rank} has stored another class or context of it than {names}"
         elif tensor in part.own and rank != reader_rank:
             others, own = set(range(n_ranks)), (tensor,)
         else:
@@ -663,6 +663,11 @@ def find_unlike_parts(
                 if again[1:3] != mine[1:3] or not are_equal(mine, again):
                     what = f"its component {name!r} was not cut with it and differs"
                     yield part, f"{what} between ranks {rank} and {other}"
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:MAX_SHOWN])) + (f" and {len(ranks) - MAX_SHOWN} more" if ranks[MAX_SHOWN:] else "")
+    return f"ranks {text}" if len(ranks) > 1 else f"rank {text}"
 
 
 def refuse_unlike_parts(

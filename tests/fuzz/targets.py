@@ -285,7 +285,7 @@ TARGETS: dict[str, Target] = {
     "manifest": Target(_refusals(decode_manifest), _golden("*/manifest.json")),
     "manifest-resealed": Target(_refusals(_resealed_manifest), _golden("*/manifest.json")),
     "index": Target(_refusals(_index), lambda: _golden("*/*.index")() + _golden("*/index.msgpack")()),
-    "structure": Target(_refusals(_structure), _golden("*/structure.msgpack")),
+    "structure": Target(_refusals(_structure), _golden("*/structure*.msgpack")),
     "objects": Target(_objects, _golden("format-v1/objects.json")),
     "safetensors-header": Target(_refusals(_safetensors_header, ValueError), _golden("*/*.safetensors")),
     "message": Target(_refusals(_message(REQUESTS)), lambda: _bodies(REQUESTS)),

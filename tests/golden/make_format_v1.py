@@ -12,7 +12,7 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "unit")]
 
-from format_samples import IMAGE, INDEX, LAYOUT, MANIFEST, OBJECTS, SAVE_ID, STRUCTURE  # noqa: E402
+from format_samples import IMAGE, INDEX, LAYOUT, MANIFEST, OBJECTS, SAVE_ID, SHARDED_STRUCTURE, STRUCTURE  # noqa: E402
 
 from asyncckpt.format.index import encode_index  # noqa: E402
 from asyncckpt.format.layout import SAVE_ID_NBYTES, SAVE_ID_OFFSET, save_id_bytes  # noqa: E402
@@ -28,6 +28,7 @@ def documents() -> dict[str, bytes]:
         "manifest.json": encode_manifest(MANIFEST),
         "index.msgpack": encode_index(INDEX),
         "structure.msgpack": encode_structure(STRUCTURE),
+        "structure-sharded.msgpack": encode_structure(SHARDED_STRUCTURE),
         "objects.json": OBJECTS,
         "shard.safetensors": bytes(header) + IMAGE[len(header) :],
     }

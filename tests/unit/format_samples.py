@@ -48,6 +48,12 @@ STRUCTURE = Structure(
     n_objects=len(VALUES),
     part_nbytes=tuple(p.nbytes for p in LAYOUT.parts),
 )
+SHARDED_STRUCTURE = dataclasses.replace(
+    STRUCTURE,
+    tree=("d", ("w", ("s", ("codes", ("T", 0), "scale", ("T", 1)), 0, "module.Class", bytes(range(8))), "x", ("T", 2))),
+)
+"""The same with a tensor that is stored as its components, sharded: its node has a digest."""
+
 OBJECTS = encode_objects(SAVE_ID, [encode_value(v) for v in VALUES])
 IMAGE = b"".join(p.header + bytes(range(256))[: p.nbytes - len(p.header)] for p in LAYOUT.parts)
 BLOCK_NBYTES = 4096

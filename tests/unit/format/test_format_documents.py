@@ -26,7 +26,8 @@ from asyncckpt.format.manifest import (
     encode_tombstone,
 )
 from asyncckpt.format.names import SaveId, index_name
-from asyncckpt.format.structure import decode_structure, encode_structure
+from asyncckpt.format.state_tree import TypedKey
+from asyncckpt.format.structure import decode_structure, encode_structure, with_context_digests
 
 TYPED = (CorruptCheckpointError, UnsupportedFormatError)
 N_DAMAGED = 5000
@@ -62,6 +63,10 @@ def _tensor(*, fqn: Any = "w", dtype: Any = "float32", shape: Any = (4,), chunks
     return _structure(tensors=[[fqn, dtype, shape, chunks]], tree=["T", 0], parts=[8192], n_objects=0)
 
 
+def _composite(*more: Any) -> bytes:
+    return _structure(tree=["s", ["codes", ["T", 0], "scale", ["T", 1]], 0, *more])
+
+
 def _nested(depth: int) -> list[Any]:
     return ["l", [_nested(depth - 1)]] if depth else ["O", 0]
 
@@ -72,6 +77,8 @@ def test_documents_come_back_as_they_were_written() -> None:
     assert decode_structure(encode_structure(STRUCTURE)) == STRUCTURE
     assert decode_manifest(_manifest()) == MANIFEST
     assert decode_structure(_tensor()).tensors[0].fqn == "w"
+    assert decode_structure(_composite("module.Class", b"12345678")).tree[2:] == (0, "module.Class", b"12345678")
+    assert decode_structure(_composite("module.Class")).tree[2:] == (0, "module.Class")
 
 
 def test_a_structure_is_packed_as_one_value_would_be() -> None:
@@ -111,6 +118,20 @@ def test_newer_version_is_refused_by_number(data: bytes, decode: Callable[[bytes
     with pytest.raises(UnsupportedFormatError, match="upgrade") as caught:
         decode(data)
     assert caught.value.found > caught.value.supported == 1
+
+
+def test_digests_are_put_into_an_encoded_structure() -> None:
+    def tree(*digest: bytes) -> Any:
+        parts = ("codes", ("T", 0), "inner", ("s", ("w", ("T", 1)), 1, "module.Inner"))
+        tensor = ("s", parts, 0, "module.Class", *digest)
+        key = TypedKey(("f", "3ff0000000000000"))
+        deep = ("l", (tensor, ("t", (("T", 2),))), ("deque", None))
+        return ("o", ("a", deep, key, ("r", ("d", (1, tensor, TypedKey(("n",)), ("O", 2)), ("Counter",)))), 2)
+
+    plain, expected = (encode_structure(dataclasses.replace(STRUCTURE, tree=tree(*d))) for d in ((), (b"12345678",)))
+    assert with_context_digests(plain, {0: b"12345678"}) == expected != plain
+    assert decode_structure(expected).tree == tree(b"12345678")
+    assert with_context_digests(plain, {}) == plain
 
 
 BAD_MANIFESTS = {
@@ -256,6 +277,12 @@ BAD_STRUCTURES = {
     "tree without members": _structure(tree=["l"]),
     "tree with metadata that is no object": _structure(tree=["o", [], 99]),
     "tree too deep": _structure(tree=_nested(66)),
+    "digest as text": _composite("module.Class", "12345678"),
+    "digest of 7 bytes": _composite("module.Class", b"1234567"),
+    "digest of 9 bytes": _composite("module.Class", b"123456789"),
+    "digest that is nil": _composite("module.Class", None),
+    "two digests": _composite("module.Class", b"12345678", b"12345678"),
+    "digest of what is no class": _composite("sparse_coo", b"12345678"),
 }
 
 

@@ -7,7 +7,7 @@ import json
 import pathlib
 
 import pytest
-from format_samples import INDEX, MANIFEST, SAVE_ID, STRUCTURE, VALUES
+from format_samples import INDEX, MANIFEST, SAVE_ID, SHARDED_STRUCTURE, STRUCTURE, VALUES
 from test_format_objects import same
 
 from asyncckpt.format.index import decode_index
@@ -23,6 +23,7 @@ def test_golden_documents_are_read() -> None:
     assert decode_manifest((V1 / "manifest.json").read_bytes()) == MANIFEST
     assert decode_index((V1 / "index.msgpack").read_bytes()) == INDEX
     assert decode_structure((V1 / "structure.msgpack").read_bytes()) == STRUCTURE
+    assert decode_structure((V1 / "structure-sharded.msgpack").read_bytes()) == SHARDED_STRUCTURE
     raw = decode_objects((V1 / "objects.json").read_bytes(), SAVE_ID, len(VALUES))
     assert same([decode_value(r) for r in raw], list(VALUES))
 

@@ -20,10 +20,12 @@ from asyncckpt.format.names import SaveId
 from asyncckpt.format.objects import (
     Opaque,
     UnknownTypeError,
+    context_digest,
     decode_objects,
     decode_value,
     encode_objects,
     encode_value,
+    sharded_components,
 )
 
 Point = namedtuple("Point", "x y")
@@ -267,3 +269,45 @@ def test_damaged_objects_file_is_refused_or_plain(rng: random.Random) -> None:
 def test_a_tag_of_a_newer_version_is_no_damage() -> None:
     with pytest.raises(UnsupportedFormatError, match="type tag 'tuple2', which this package does not know; upgrade"):
         decode_value([1, {"$": "tuple2", "v": "1.5"}])
+
+
+# ---- Contexts of sharded tensors
+
+
+def _described(context: Any, **more: Any) -> Any:
+    """Return the object of a tensor whose component `codes` is sharded; `Opaque` as a device."""
+    values = {"context": context, "size": [12, 8], "stride": [8, 1], "sharded": {"codes": {0: 0}}, **more}
+    return encode_value(values, lambda v: (v.tag, v.payload) if isinstance(v, Opaque) else None)
+
+
+def _device(name: str) -> Opaque:
+    return Opaque("torch.device", name)
+
+
+def test_a_digest_is_that_of_the_context_and_stays_what_it_is() -> None:
+    found = context_digest(_described({"scale": 1.0, "blocks": (4, 4)}))
+    assert found == context_digest(_described({"blocks": (4, 4), "scale": 1.0}, size=[6, 8], sharded={}))
+    assert found.hex() == "8cc1e26cd4d8a17c"
+
+
+@pytest.mark.parametrize("nested", [lambda v: v, lambda v: [1, (v,)], lambda v: {"a": {"b": v}}, lambda v: {1: [v]}])
+def test_devices_do_not_count_and_everything_else_does(nested: Any) -> None:
+    one, other = (context_digest(_described(nested(_device(f"cuda:{n}")))) for n in range(2))
+    assert one == other
+    values = [_device("cuda:0"), "cuda:0", 1, 1.5, True, None, [], (), {}, b"1", float("nan"), {"x"}, frozenset("x")]
+    assert len({context_digest(_described(nested(value))) for value in values}) == len(values)
+
+
+def test_the_order_of_a_set_does_not_count() -> None:
+    raw = _described({"names": {"a", "b", "c"}, "kinds": frozenset({1, 2})})
+    again = json.loads(json.dumps(raw).replace('"a"', '"?"').replace('"c"', '"a"').replace('"?"', '"c"'))
+    assert context_digest(raw) == context_digest(again)
+
+
+def test_the_sharded_components_of_any_json_are_names_or_none() -> None:
+    assert sharded_components(_described(1)) == {"codes"}
+    assert sharded_components(_described(1, sharded={})) == frozenset()
+    assert sharded_components(encode_value({"context": 1})) is None
+    for raw in (None, 5, [], {}, {"$": "dict"}, {"$": "dict", "v": 5}, {"$": "dict", "v": [5, [1], [[], 2]]}):
+        assert sharded_components(raw) is None
+        assert sharded_components({"$": "dict", "v": [["sharded", raw]]}) in (None, {"[]"}, frozenset())
