@@ -44,7 +44,9 @@ class LoadPlan:
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
         mismatched: Leaves that a load would refuse, such as new tensors of a class that is not registered; in another
             format also requested leaves that cannot be read.
-        unavailable: FQNs of the target that belong to other ranks; a load raises `PerRankUnavailableError`.
+        unavailable: FQNs of the target that belong to other ranks, and saved ones of subclasses in DTensors of which it
+            would join parts that do not fit together; a load raises `PerRankUnavailableError`. It also does if parts
+            have unequal components that were not cut with the tensor; only a load compares them.
         shared: FQNs of target tensors that share memory and were saved as separate tensors, and of parts of the target
             that are one container or object. If the saved values differ, a load raises `AliasMismatchError`; only a
             load compares them.
@@ -62,7 +64,7 @@ class LoadPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the load would succeed, `strict` or not, except for errors described at `shared` and `undecided`."""
+        """Whether the load would succeed, `strict` or not, except for errors that only a load finds, as said above."""
         return not (self.missing or self.mismatched or self.unavailable)
 
 
@@ -133,7 +135,7 @@ def plan_load(
     containers = [fqn for first, _, other, _ in matches.same_object for fqn in (first, other)]
     tied = [fqn for tie in matches.ties for fqn in (tie.fqn, tie.other_fqn)]
     boxes = matches.boxes(saved)
-    unlike = find_unlike_parts(saved.unlike_parts, boxes, reader, objects, lambda one, other: True)
+    unlike, _ = find_unlike_parts(saved.unlike_parts, boxes, reader, objects)
     return LoadPlan(
         missing=tuple(report.missing),
         undecided=tuple(f"{module.fqn}.{name}" for module in matches.undecided for name in module.undecided),

@@ -21,6 +21,7 @@ import torch
 
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import (
+    AliasMismatchError,
     AsyncCkptError,
     CorruptCheckpointError,
     PerRankUnavailableError,
@@ -60,9 +61,9 @@ from asyncckpt.format.state_tree import (
 from asyncckpt.format.structure import find_overlap
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf, unread_error, unread_leaves
 from asyncckpt.loading.byte_ranges import SavedBox
-from asyncckpt.loading.fetch import read_tensor, tensor_for
+from asyncckpt.loading.fetch import Filler, tensor_for
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, prefixes
-from asyncckpt.loading.target_tensors import Filling, Reused, target_tensor
+from asyncckpt.loading.target_tensors import Filling, Reused, Tie, target_tensor
 from asyncckpt.loading.tensor_writers import MapLocation, device_of, relocated
 from asyncckpt.state_dict.composite_tensors import TypeOf, check_rest, how_to_register, registered_type, unknown_type
 from asyncckpt.state_dict.flatten import object_fqn
@@ -71,8 +72,7 @@ from asyncckpt.state_dict.pickling import importable_type, unpickle
 from asyncckpt.state_dict.unflatten import ComposeError, Unflattener
 from asyncckpt.storage.contents import Contents, SavedTensor, corrupt, read_objects
 from asyncckpt.storage.files import Files
-from asyncckpt.storage.reader import DEFAULT_THREADS
-from asyncckpt.torch_tensors import flat_bytes
+from asyncckpt.torch_tensors import torch_dtype
 
 _INNER = (*MAPPINGS, *SEQUENCES)
 
@@ -614,13 +614,9 @@ def per_rank_unavailable(
 
 
 def find_unlike_parts(
-    unlike: Mapping[str, UnlikePart],
-    boxes: Iterable[SavedBox],
-    reader: RankInfo,
-    objects: SavedObjects,
-    are_equal: Callable[[SavedTensor, SavedTensor], bool],
-) -> Iterator[tuple[UnlikePart, str]]:
-    """Yield the sharded composite tensors of which a reader would join parts that do not fit together, and why not.
+    unlike: Mapping[str, UnlikePart], boxes: Iterable[SavedBox], reader: RankInfo, objects: SavedObjects
+) -> tuple[list[tuple[UnlikePart, str]], list[Tie]]:
+    """Find the sharded composite tensors of which a reader would join parts that do not fit together.
 
     A part of another rank fits if that rank had the same class and context, and equal components where they were not
     sharded. Ranks that have stored no element of what is read do not count.
@@ -630,39 +626,48 @@ def find_unlike_parts(
         boxes: What is read.
         reader: The rank that reads.
         objects: The objects of the checkpoint.
-        are_equal: Compares two tensors of one dtype and shape.
+
+    Returns:
+        (component, what differs) of each that does not fit; and by their stored names, the components of two ranks that
+        fit if their values are equal.
     """
-    contents = objects.contents
-    n_ranks = len(contents.ranks)
+    tensors, n_ranks = objects.contents.tensors, len(objects.contents.ranks)
     reader_rank = reader.rank if reader.world_size == n_ranks else None
-    compared: set[tuple[str, int]] = set()
-    for tensor, *box in boxes if unlike else ():
+    refused: list[tuple[UnlikePart, str]] = []
+    ties: dict[tuple[str, str], Tie] = {}
+    for tensor, offsets, sizes in boxes:
         part = unlike.get(tensor.fqn)
-        sharded = None if part is None else sharded_components(objects.raw(part.described_at[0])[part.described_at[1]])
-        if part is None or sharded is None:
+        if part is None:
             continue
-        rank = part.described_at[0]
+        rank, number = part.described_at
+        sharded, own, others = sharded_components(objects.raw(rank)[number]), part.own, set(range(n_ranks))
+        if sharded is None:
+            continue
         if part.component in sharded:
             stored = ((other, (chunk.offsets, chunk.sizes)) for other, chunk in tensor.chunks)
-            others = {other for other, at in stored if find_overlap([at, (box[0], box[1])]) is not None} - {rank}
-            own = part.own
+            others = {other for other, box in stored if find_overlap([box, (offsets, sizes)]) is not None}
             if others & part.ranks:
                 names = _ranks_text(sorted(others & part.ranks))
-                yield part, f"rank {rank} has stored another class or context of it than {names}"
-        elif tensor in part.own and rank != reader_rank:
-            others, own = set(range(n_ranks)), (tensor,)
+                refused.append((part, f"rank {rank} has stored another class or context of it than {names}"))
+        elif tensor in own and rank != reader_rank:
+            own = (tensor,)
         else:
             continue
         for mine in own:
             name = mine.fqn.rpartition("@rank")[0]
-            for other in sorted(others):
-                again = contents.tensors.get(per_rank_name(name, other))
-                if again is None or again is mine or (mine.fqn, other) in compared:
-                    continue
-                compared.add((mine.fqn, other))
-                if again[1:3] != mine[1:3] or not are_equal(mine, again):
-                    what = f"its component {name!r} was not cut with it and differs"
-                    yield part, f"{what} between ranks {rank} and {other}"
+            for other in sorted(others - {rank}):
+                again = tensors.get(per_rank_name(name, other), mine)
+                if again[1:3] != mine[1:3]:
+                    refused.append((part, _uncut(name, rank, other)))
+                elif again is not mine:
+                    like = torch.empty(mine.global_shape, dtype=torch_dtype(mine.dtype), device="meta")
+                    shard = like, (0,) * like.dim()
+                    ties.setdefault((mine.fqn, again.fqn), Tie(mine.fqn, again.fqn, mine, again, [shard]))
+    return refused, list(ties.values())
+
+
+def _uncut(component: str, rank: int, other: int) -> str:
+    return f"its component {component!r} was not cut with it and differs between ranks {rank} and {other}"
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -678,7 +683,7 @@ def refuse_unlike_parts(
     *,
     verify: bool = True,
 ) -> None:
-    """Refuse to read what `find_unlike_parts` finds.
+    """Refuse to join parts that do not fit together. Reads components that must be equal for that.
 
     Args:
         unlike, boxes, reader, objects: As for `find_unlike_parts`.
@@ -688,24 +693,27 @@ def refuse_unlike_parts(
         PerRankUnavailableError: Parts do not fit together; names the tensor, its class and the ranks.
         CorruptCheckpointError, OSError: What has to be compared cannot be read.
     """
-
+    if not unlike:
+        return
     contents = objects.contents
-
-    def are_equal(*pair: SavedTensor) -> bool:
-        options: Any = {"threads": DEFAULT_THREADS, "verify": verify}
-        one, other = (read_tensor(contents, tensor, None, objects.files, **options) for tensor in pair)
-        return torch.equal(flat_bytes(one), flat_bytes(other))
-
-    for part, why in find_unlike_parts(unlike, boxes, reader, objects, are_equal):
-        raise PerRankUnavailableError(
-            f"{contents.path}: {part.fqn!r}, a {part.kind}, was sharded over {len(contents.ranks)} ranks, and {why}, "
-            "so that their parts make no whole tensor; nothing was changed. Load it with as many ranks as saved it "
-            "into tensors that are sharded as they were, or leave it out by keys",
-            path=contents.path,
-            keys=[part.fqn],
-            saved=len(contents.ranks),
-            wanted=reader.world_size,
-        )
+    refused, ties = find_unlike_parts(unlike, boxes, reader, objects)
+    if not refused:
+        try:
+            Filler(contents, objects.files, threads=None, verify=verify, low_memory=True).check_ties(ties)
+            return
+        except AliasMismatchError as error:
+            (name, rank), (_, other) = (split_per_rank_name(fqn) or ("", 0) for fqn in (error.fqn, error.other_fqn))
+            refused = [(unlike[error.fqn], _uncut(name, rank, other))]
+    part, why = refused[0]
+    raise PerRankUnavailableError(
+        f"{contents.path}: {part.fqn!r}, a {part.kind}, was sharded over {len(contents.ranks)} ranks, and {why}, so "
+        "that their parts make no whole tensor; nothing was changed. Load it with as many ranks as saved it into "
+        "tensors that are sharded as they were, or leave it out by keys",
+        path=contents.path,
+        keys=[part.fqn],
+        saved=len(contents.ranks),
+        wanted=reader.world_size,
+    )
 
 
 def report_rank_differences(

@@ -289,6 +289,23 @@ def test_each_replica_gets_its_part_where_parts_differ(tmp_path: Path) -> None:
         assert rank_processes.run(4, _load_in_place, path + make.__name__, scales, "hsdp", make) == ["True"] * 4
 
 
+def _save_behind(rank: int, path: str, endpoint: str) -> None:
+    with asyncckpt.AsyncCheckpointer(endpoint=endpoint, fsync=False) as checkpointer:
+        checkpointer.save({"f": _placed(0, 1.0, make=_own_scale), "x": torch.ones(3)}, path).written.result(60)
+
+
+def test_own_components_that_are_equal_fit_together(shared_worker: RealWorker, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    rank_processes.run(2, _save_behind, path, shared_worker.endpoint)
+    with asyncckpt.open_checkpoint(path) as opened:  # the ranks have not compared it yet
+        assert opened.tensors["f.scale"].stored_name == "f.scale@rank0"
+        assert torch.equal(opened.tensor("f.codes"), _codes(0))
+    assert rank_processes.run(1, _load_whole, path, _own_scale) == [True]
+    assert rank_processes.run(2, _load_in_place, path, [1.0, 1.0], "columns", _own_scale) == ["True", "True"]
+    asyncckpt.convert(path, tmp_path / "t", to="asyncckpt")
+    assert rank_processes.run(1, _load_whole, str(tmp_path / "t"), _own_scale) == [True]
+
+
 def _load_swapped(rank: int, path: str, scales: list[float]) -> bool:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -336,7 +353,8 @@ def _save_often(rank: int, path: str, endpoint: str) -> list[int]:
     with asyncckpt.AsyncCheckpointer(endpoint=endpoint, fsync=False) as checkpointer:
         for n, scale in enumerate([1.0, 1.0, 1.0, 2.0, 2.0]):
             f._local_tensor.scale = scale
-            checkpointer.save({"f": f, "x": torch.ones(3)}, f"{path}/{n}").written.result(60)
+            f._local_tensor.codes.add_(1)
+            checkpointer.save({"f": f}, f"{path}/{n}").written.result(60)
             counts.append(len(calls))
         return counts
 
