@@ -161,6 +161,7 @@ class SavedTree:
                 joined = seen if joined is None else joined
             else:
                 joined = self._join(joined, seen, ())
+        self._are_trees_equal = len(known) == 1
         self.tree: Node = joined or (DICT, ())
         absent = (fqn for fqn in empty if _node_at(self.tree, fqn) in (None, OTHER_RANKS_ONLY))
         self._per_rank_names.update(dict.fromkeys(absent))
@@ -301,12 +302,6 @@ class SavedTree:
         return {name for fqn in self.other_ranks_only for name in (fqn, *prefixes(fqn))}
 
     @cached_property
-    def composite_of(self) -> dict[str, Node]:
-        """Node of the composite tensor that each component belongs to, by FQN of the component."""
-        found = composite_nodes(self.tree)
-        return {fqn_of(leaf): node for path, node in found for leaf, _ in leaves(node, path)}
-
-    @cached_property
     def unlike_parts(self) -> dict[str, UnlikePart]:
         """By stored name, the components of the composite tensors whose parts, of several ranks, may not fit together.
 
@@ -325,15 +320,22 @@ class SavedTree:
     def _unlike_ranks(self, node: Node, components: Iterable[SavedTensor]) -> frozenset[int]:
         """Return the ranks that have stored elements of a composite tensor and have another class or context of it."""
         digest, first = context_digest_of(node), self._first_with_tree
-        if digest is None or len(set(first.values())) == 1:
+        if digest is None or self._are_trees_equal:
             return frozenset()
         here = first[self.object_at(node[2])[0]]
-        stored = {(rank, tensor.fqn) for tensor in components for rank, _ in tensor.chunks if first[rank] != here}
         alike = {None, (node[3], digest)}
-        return frozenset(rank for rank, name in stored if self._kinds_of_rank(rank).get(name) not in alike)
+        return frozenset(
+            rank
+            for tensor in components
+            for rank, _ in tensor.chunks
+            if first[rank] != here and self._kinds_in(first[rank]).get(tensor.fqn) not in alike
+        )
 
-    def _kinds_of_rank(self, rank: int) -> dict[str, tuple[str, bytes]]:
-        """Return kind and digest of the composite tensors of a rank that have a digest, by components' stored names."""
+    def _kinds_in(self, rank: int) -> dict[str, tuple[str, bytes]]:
+        """Return kind and digest of each composite tensor in a rank's tree that has one, by components' stored names.
+
+        Ranks with equal trees have the same, except for the names of components of their own.
+        """
         if rank not in self._kinds:
             structure = self._contents.ranks[rank].structure
             self._kinds[rank] = {
