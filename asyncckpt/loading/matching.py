@@ -53,7 +53,15 @@ from asyncckpt.loading.container_matching import (
 from asyncckpt.loading.exact_matching import ObjectLeaves, exact_placements
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, KeyMap, Selection, prefixes, renamer, selected
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry
-from asyncckpt.loading.saved_state import SavedObjects, SavedTree, all_nodes, kind_of, refuse_unknown_types, rest_of
+from asyncckpt.loading.saved_state import (
+    SavedObjects,
+    SavedTree,
+    all_nodes,
+    kind_of,
+    leaves_to_read,
+    refuse_unknown_types,
+    rest_of,
+)
 from asyncckpt.loading.target_tensors import (
     Filling,
     Reused,
@@ -181,8 +189,8 @@ class Matches:
 
     def boxes(self, saved: SavedTree) -> list[SavedBox]:
         """Return what is read of the checkpoint `saved`."""
-        parts = [new.node for new in (*self.replaced, *self.extended_lists)]
-        new = [leaf[1] for node in parts for _, leaf in leaves(node) if leaf[0] != OBJECT]
+        parts = (LIST, tuple(one.node for one in (*self.replaced, *self.extended_lists)))
+        new = [leaf[1] for leaf in leaves_to_read(parts, self.reused) if leaf[0] != OBJECT]
         of_ranks = [leaf for one in self.resharded for node in one.nodes for _, leaf in leaves(node)]
         whole = [n for n in new if n not in self.reused.tensors] + [leaf[1] for leaf in of_ranks if leaf[0] != OBJECT]
         reused = [(saved.tensors[n], self.reused.tensors[n]) for n in new if n in self.reused.tensors]

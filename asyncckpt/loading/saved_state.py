@@ -825,6 +825,16 @@ def new_composites(node: Node, reused: Reused, path: Path = ()) -> Iterator[tupl
             yield from new_composites(child, reused, (*path, key))
 
 
+def leaves_to_read(node: Node, reused: Reused) -> Iterator[Node]:
+    """Yield the leaves below a container, without components of a tensor of which this process holds no elements."""
+    is_reused = node[0] == COMPOSITE and node in reused.composites
+    for _, child in members(node):
+        if child[0] in CONTAINERS:
+            yield from leaves_to_read(child, reused)
+        elif not is_reused or child[1] in reused.tensors:
+            yield child
+
+
 def refuse_unknown_types(node: Node, rest: dict[str, Any], saved: SavedTree, path: str, type_of: TypeOf) -> None:
     """Refuse to make a composite tensor of a class that is not registered.
 
@@ -881,7 +891,7 @@ class NewValues:
         for node in nodes:
             if node[0] in CONTAINERS:
                 containers.append(node)
-                self.leaves.update(leaf for _, leaf in leaves(node))
+                self.leaves.update(leaves_to_read(node, reused))
                 self.leaves.update((OBJECT, number) for number in _numbers_in_containers(node))
             else:
                 self.leaves.add(node)

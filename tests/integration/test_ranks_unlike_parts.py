@@ -69,9 +69,11 @@ def _placed(seed: int, scale: float, placements: str = "rows", make: Any = _scal
     mesh = mesh or init_device_mesh("cpu", (2, 2) if placements == "hsdp" else (dist.get_world_size(),))
     codes = _codes(seed)
     for at, kind, n in zip(mesh.get_coordinate(), kinds[placements], mesh.mesh.shape, strict=True):
-        codes = codes.chunk(n, kind.dim)[at] if isinstance(kind, Shard) else codes
+        if isinstance(kind, Shard):
+            codes = dict(enumerate(codes.chunk(n, kind.dim))).get(at, codes.narrow(kind.dim, 0, 0))
     shape, stride = torch.Size((ROWS, COLUMNS)), (COLUMNS, 1)
-    return DTensor.from_local(make(codes, scale), mesh, kinds[placements], run_check=False, shape=shape, stride=stride)
+    local = make(codes, scale) if codes.numel() else codes.clone()
+    return DTensor.from_local(local, mesh, kinds[placements], run_check=False, shape=shape, stride=stride)
 
 
 def _save(path: str, state: Any) -> None:
@@ -327,6 +329,20 @@ def test_a_rank_that_has_stored_no_element_does_not_count(tmp_path: Path) -> Non
     with asyncckpt.open_checkpoint(path) as opened:
         assert [rank for rank, _ in opened._contents.tensors["f.codes"].chunks] == [0]
     assert rank_processes.run(1, _load_whole, path, _scaled) == [True]
+
+
+def _with_two_rows(rank: int, function: Any, *arguments: Any) -> Any:
+    globals()["ROWS"] = 2
+    return function(rank, *arguments)
+
+
+def test_a_rank_that_holds_no_element_of_unlike_parts_gets_back_what_it_had(tmp_path: Path) -> None:
+    path, scales = str(tmp_path / "c"), [1.0, 2.0, 9.0]
+    rank_processes.run(3, _with_two_rows, _save_scales, path, scales)
+    assert rank_processes.run(3, _with_two_rows, _load_in_place, path, scales) == ["True"] * 3
+    assert "rank 0 has stored another class" in rank_processes.run(1, _with_two_rows, _load_new, path)[0]
+    rank_processes.run(3, _with_two_rows, _save_optimizer, path + "o")
+    assert rank_processes.run(3, _with_two_rows, _load_optimizer, path + "o") == ["True"] * 3
 
 
 def _save_without_digests(rank: int, path: str) -> None:
