@@ -341,8 +341,11 @@ def test_a_rank_that_holds_no_element_of_unlike_parts_gets_back_what_it_had(tmp_
     rank_processes.run(3, _with_two_rows, _save_scales, path, scales)
     assert rank_processes.run(3, _with_two_rows, _load_in_place, path, scales) == ["True"] * 3
     assert "rank 0 has stored another class" in rank_processes.run(1, _with_two_rows, _load_new, path)[0]
-    rank_processes.run(3, _with_two_rows, _save_optimizer, path + "o")
-    assert rank_processes.run(3, _with_two_rows, _load_optimizer, path + "o") == ["True"] * 3
+    for n in (2, 3):
+        rank_processes.run(n, _with_two_rows, _save_optimizer, f"{path}{n}")
+    assert rank_processes.run(3, _with_two_rows, _load_optimizer, path + "3") == ["True"] * 3
+    first, second, third = rank_processes.run(3, _with_two_rows, _load_optimizer, path + "2")
+    assert (first, third) == ("True", "True") and "rank 0 has stored another class" in second
 
 
 def _save_without_digests(rank: int, path: str) -> None:
