@@ -156,7 +156,8 @@ def convert(
         CheckpointExistsError: There is something at `dst`, and `overwrite` is False, or it is pinned, or no checkpoint,
             or it cannot be replaced in one step.
         CorruptCheckpointError: The source is damaged, or the target differs when it is read back.
-        PerRankUnavailableError: The ranks that shared a tensor of a subclass have each stored a component of their own.
+        PerRankUnavailableError: The ranks that shared a tensor of a subclass have stored parts that make no whole one:
+            with unequal classes, contexts, or components that were not cut with it.
         UnsupportedFormatError: The source is of no known kind, or has leaves that cannot be read; names all of them.
         UnsupportedLeafError: The target cannot hold some leaves (names the first 1,000), or this torch lacks a dtype.
         MissingKeysError: A key in `keys` selects nothing.
