@@ -1,4 +1,4 @@
-"""The epochs of this process's saves: asked for once per run and directory; larger than what it has restored from."""
+"""The epochs of this process's saves: asked for once per run and directory; above what it has found to restore."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ class EpochCache:
     """The epoch per run and directory, so that only a run's first save into a directory has to scan it.
 
     Args:
-        ask: Returns the epoch for a checkpoint at a path, by a run (its id), and not below a number; raises if it
-            cannot. Its last argument is whether it failed within `EPOCH_RETRY_PERIOD_S`: then it should wait for
-            `EPOCH_RETRY_TIMEOUT_S` only.
+        ask: (path of a checkpoint, ID of its run, least epoch, brief) -> its epoch; raises if it cannot be found.
+            `brief`: a call has failed less than `EPOCH_RETRY_PERIOD_S` ago, so wait for `EPOCH_RETRY_TIMEOUT_S` only.
     """
 
     def __init__(self, ask: Callable[[str, str, int, bool], int]) -> None:
@@ -54,7 +53,8 @@ class EpochCache:
     def epoch_for(self, path: str, run: str, mirror: str = "") -> int:
         """Return the epoch of `run` for a checkpoint at `path`: larger than that of every sibling of another run.
 
-        `mirror`: where the checkpoint is copied to, "" for nowhere. What this process has found beside that counts too.
+        `mirror`: where the checkpoint is copied to, "" for nowhere. What this process has found in the directory of
+        mirrors counts too.
 
         It depends on run and directory alone, not on earlier saves: all ranks of a run must get the same epoch, even if
         a save has failed on some of them before this call. The run is another one after rank 0 has made a new

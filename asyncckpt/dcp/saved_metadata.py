@@ -54,7 +54,7 @@ from asyncckpt.format.structure import Chunk
 from asyncckpt.loading.byte_ranges import SavedBox, whole_box
 from asyncckpt.loading.fetch import bytes_of, read_tensor
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY
-from asyncckpt.loading.saved_state import SavedObjects, SavedTree, refuse_unlike_parts
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, refuse_incompatible_shards
 from asyncckpt.state_dict.leaf_codecs import decode_leaf
 from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.state_dict.pickling import unpickle
@@ -369,17 +369,20 @@ class CheckpointMetadata:
             return type(value)(map(self._whole, value))
         return value
 
-    def refuse_unlike_parts(self, boxes: Iterable[SavedBox]) -> None:
-        """Refuse to read boxes of sharded subclasses of which ranks have stored parts that do not fit together.
+    def refuse_incompatible_shards(self, boxes: Iterable[SavedBox]) -> None:
+        """Refuse to read boxes of sharded subclasses whose shards are incompatible.
 
         Raises:
             PerRankUnavailableError: There is one; names it.
             CorruptCheckpointError, OSError: What has to be compared cannot be read.
         """
-        refuse_unlike_parts(self._tree.unlike_parts, boxes, self._reader, self._objects, verify=self._verify)
+        doubtful, otherwise = self._tree.doubtful_components, "leave it out of the state dict"
+        refuse_incompatible_shards(
+            doubtful, boxes, self._reader, self._objects, verify=self._verify, otherwise=otherwise
+        )
 
     def _read(self, saved: SavedTensor) -> torch.Tensor:
-        self.refuse_unlike_parts([whole_box(saved)])
+        self.refuse_incompatible_shards([whole_box(saved)])
         return read_tensor(self.contents, saved, None, self._files, threads=self._threads, verify=self._verify)
 
 

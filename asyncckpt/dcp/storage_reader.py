@@ -411,7 +411,9 @@ class StorageReader(TorchStorageReader):
             else:
                 check_target(self.path, item, default.lookup_tensor(item.dest_index))
         tensors = [(i, *self._located(described, i)) for i in plan.items if i.type is not LoadItemType.BYTE_IO]
-        described.refuse_unlike_parts([(saved, offsets, tuple(item.lengths)) for item, saved, offsets in tensors])
+        described.refuse_incompatible_shards(
+            [(saved, offsets, tuple(item.lengths)) for item, saved, offsets in tensors]
+        )
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, described.leaf_bytes(item.storage_index.fqn))

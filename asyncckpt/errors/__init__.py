@@ -336,10 +336,10 @@ class StateLoadError(AsyncCkptError, RuntimeError, code="state_load", fields=("p
 class PerRankUnavailableError(
     AsyncCkptError, LookupError, code="per_rank_unavailable", fields=("path", "keys", "saved", "wanted")
 ):
-    """The values at `keys` were saved per rank, and the checkpoint has none for the rank that reads.
+    """The values at `keys` cannot be given to this rank.
 
-    They are `PerRank` values, or parts of a sharded subclass that ranks have stored with unequal classes, contexts, or
-    components that were not cut with the tensor.
+    They are `PerRank` values of other ranks, or shards of a tensor subclass that differ between ranks in the class, in
+    its context, or in a component that is not sharded.
 
     `saved` and `wanted` are the world sizes of the save and of the load.
     """

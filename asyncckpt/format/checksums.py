@@ -15,9 +15,9 @@ BLOCK_NBYTES = 256 * 1024
 (docs/adr/0002)."""
 
 OBJECT_BLOCK_NBYTES = 32 * 1024
-"""The same of a checkpoint that is in an object store or is copied to one, where bytes that are read for nothing cost
-most; `BLOCK_NBYTES` is a multiple. Not of others: disks are fast, an index grows, and xxhash 4.1 does not release the
-GIL for 64 KiB or less (docs/adr/0062)."""
+"""The same of a checkpoint whose path or mirror is in an object store, where bytes that are read for nothing cost most;
+a divisor of `BLOCK_NBYTES`. Files on disks keep the larger blocks: they are read quickly, indexes stay small, and
+xxhash 4.1 releases the GIL only for more than 64 KiB (docs/adr/0062)."""
 
 DIGEST_NBYTES = 8
 """Bytes of one block's checksum: xxh3_64, little endian, seed 0."""
@@ -48,7 +48,7 @@ def block_count(nbytes: int, block_nbytes: int) -> int:
 
 
 def block_digest(block: Buffer) -> bytes:
-    """Return the 8-byte checksum of one block. Releases the GIL for long ones."""
+    """Return the 8-byte checksum of one block. Releases the GIL for more than 64 KiB."""
     return xxhash.xxh3_64_intdigest(block).to_bytes(DIGEST_NBYTES, "little")  # type: ignore[arg-type]
 
 

@@ -50,7 +50,7 @@ class SaveId(str):
 
     Args:
         epoch: One more than the largest epoch in the root at the run's first save, of committed and uncommitted saves;
-            or what the clock gives, if that is larger (`epoch_by_clock`).
+            or what the clock gives, if that is larger (`storage.catalog.epoch_by_clock`).
         sequence: Number of the `save()` call in the run, from 0.
         run_id: 12 hex digits, random per run, so that files of two runs never have the same name.
     """

@@ -328,14 +328,14 @@ def pickled(payload: Any) -> tuple[str, bytes]:
     return kind, base64.b64decode(data, validate=True)
 
 
-def sharded_components(raw: Any) -> frozenset[str] | None:
+def sharded_names(raw: Any) -> frozenset[str] | None:
     """Return the names of the components that are sharded with their tensor.
 
     Args:
         raw: JSON form of the object of an "s" node.
 
     Returns:
-        None: The tensor was not sharded.
+        The names, maybe none; None: the tensor was no DTensor.
     """
     sharded = _member(raw, SHARDED)
     return None if sharded is None else frozenset(str(pair[0]) for pair in _pairs(sharded))
@@ -344,7 +344,7 @@ def sharded_components(raw: Any) -> frozenset[str] | None:
 def context_digest(raw: Any) -> bytes:
     """Return the digest of the context in the JSON form of the object of an "s" node (format/SPEC.md section 4).
 
-    Devices, the order of dicts and that of sets do not count: ranks differ in the first and the last.
+    Devices and the order of the members of dicts and sets do not count: they differ between ranks that are equal.
     """
     return block_digest(_compact(_comparable(_member(raw, "context"))).encode())
 

@@ -1,7 +1,7 @@
 """One rank's structure: the tree of its state dict, and for each chunk of a tensor its shard file and byte range there.
 
 It depends on keys, shapes, dtypes and the agreement of the ranks, not on values. So it is computed once, and each save
-stores the same bytes, except for the digests of the contexts of sharded tensors (`with_context_digests`).
+stores the same bytes, except for the digests of the contexts of sharded tensors (`encoded_with_digests`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def encode_structure(structure: Structure) -> bytes:
     return bytes(packer.bytes())
 
 
-def with_context_digests(data: bytes, digests: Mapping[int, bytes]) -> bytes:
+def encoded_with_digests(data: bytes, digests: Mapping[int, bytes]) -> bytes:
     """Return an encoded structure in whose tree composite tensors have digests of their contexts.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 from asyncckpt.basics.paths import absolute_path, checkpoint_path, current_umask, is_url
 from asyncckpt.config import RankInfo
 from asyncckpt.errors import AsyncCkptError, ConfigError, UnsupportedPathError
-from asyncckpt.format.checksums import BLOCK_NBYTES, OBJECT_BLOCK_NBYTES
+from asyncckpt.format.checksums import BLOCK_NBYTES, block_nbytes_at
 from asyncckpt.format.names import SaveId
 from asyncckpt.format.state_tree import OBJECT, TENSOR
 from asyncckpt.interop.checkpoint_files import copied_files, copy_file
@@ -43,7 +43,7 @@ from asyncckpt.interop.write_torch import check_dcp, check_torch, dcp_target, to
 from asyncckpt.loading.byte_ranges import whole_box
 from asyncckpt.loading.fetch import thread_count
 from asyncckpt.loading.key_selection import key_list
-from asyncckpt.loading.saved_state import SavedObjects, refuse_unlike_parts
+from asyncckpt.loading.saved_state import SavedObjects, refuse_incompatible_shards
 from asyncckpt.storage.catalog import next_epoch_beside
 from asyncckpt.storage.contents import Contents
 from asyncckpt.storage.files import (
@@ -202,6 +202,7 @@ def convert(
             source,
             path,
             save_id=save_id,
+            block_nbytes=block_nbytes_at(target),
             progress=progress,
             prepare=lambda outline: reshaped(outline, found, conversion.dtype),
         )
@@ -305,6 +306,7 @@ class Conversion:
         prepare: Callable[[Outline], tuple[Outline, list[str]]],
         beside: Callable[[Outline], Mapping[str, bytes]] = lambda outline: {},
         save_id: SaveId | None = None,
+        block_nbytes: int = BLOCK_NBYTES,
         progress: Progress | None = None,
     ) -> ConversionReport:
         """Convert.
@@ -315,9 +317,9 @@ class Conversion:
             prepare: Returns what is converted of the selected leaves, and what it has changed in sentences.
             beside: Called with what is written; returns the contents of further files of a target of kind `hf`, by
                 name. They take precedence over companion files of the source.
-            save_id: ID of the save that a target `asyncckpt` is of, which the caller then copies from a temporary
-                directory to an object store, and calls `step` for that. None: one that is newer than what is beside the
-                path.
+            save_id: Save ID of a target `asyncckpt` that the caller then uploads; None: a new one, newer than all
+                checkpoints beside `path`.
+            block_nbytes: Bytes of a shard file that have one checksum, in a target `asyncckpt`.
             progress: As of `convert`.
         """
         self._progress, source_files = progress, files_at(source)
@@ -335,15 +337,18 @@ class Conversion:
             existing, place = self.check_place(path), path
         split: list[str] = []
         whole = outline_of(contents, source_files, keys=self._keys, key_map=self._key_map)
-        if whole.unlike_parts:
-            boxes = [whole_box(whole.saved(n)) for n in range(len(whole.tensors))]
-            refuse_unlike_parts(whole.unlike_parts, boxes, RankInfo(0, 1), SavedObjects(contents, source_files))
+        if whole.doubtful_components:
+            boxes, objects = (
+                [whole_box(whole.saved(n)) for n in range(len(whole.tensors))],
+                SavedObjects(contents, source_files),
+            )
+            refuse_incompatible_shards(whole.doubtful_components, boxes, RankInfo(0, 1), objects)
         if self._to != "asyncckpt":
             whole, split = without_composites(whole)
         whole, sentences = prepare(whole)
         losses = _CHECKS[self._to](readable(whole))
         outline = writable_part(whole, losses, to=self._to, partial=self._partial)
-        target = self._target(outline, path, save_id)
+        target = self._target(outline, path, save_id, block_nbytes)
         companions, not_copied = self._companion_files(contents)
         extras = companions | self._written_beside(outline, companions, beside)
         room = sum(len(one) if isinstance(one, bytes) else os.path.getsize(one) for one in extras.values())
@@ -382,10 +387,9 @@ class Conversion:
             carried_over=carried,
         )
 
-    def _target(self, outline: Outline, path: str, save_id: SaveId | None) -> Target:
+    def _target(self, outline: Outline, path: str, save_id: SaveId | None, block_nbytes: int) -> Target:
         if self._to != "asyncckpt":
             return _TARGETS[self._to](outline, self._files, self._max_shard_nbytes)
-        block_nbytes = BLOCK_NBYTES if save_id is None else OBJECT_BLOCK_NBYTES
         if save_id is None:
             save_id = SaveId(next_epoch_beside(path, LocalStore(self._files)), 0, secrets.token_hex(6))
         return asyncckpt_target(outline, save_id, self._files, self._umask, self._max_shard_nbytes, block_nbytes)

@@ -30,7 +30,7 @@ from asyncckpt.format.state_tree import (
 from asyncckpt.interop.mapping.made_tensors import AnyTensor
 from asyncckpt.interop.sources.unread_leaves import UnreadLeaf
 from asyncckpt.loading.key_selection import OTHER_RANKS_ONLY, Selection, prefixes
-from asyncckpt.loading.saved_state import SavedTree, UnlikePart
+from asyncckpt.loading.saved_state import DoubtfulComponent, SavedTree
 from asyncckpt.storage.contents import Contents, SavedTensor, read_objects
 from asyncckpt.storage.files import Files
 
@@ -51,7 +51,7 @@ class Outline:
         lost_metadata: FQNs of OrderedDicts with `_metadata` that have no leaf after renaming, and are not in the tree.
         became_dicts: FQNs of lists and tuples of which some members were left out; they are dicts from the members'
             original indexes to the members.
-        unlike_parts: `SavedTree.unlike_parts` of the source.
+        doubtful_components: `SavedTree.doubtful_components` of the source.
     """
 
     contents: Contents
@@ -62,7 +62,7 @@ class Outline:
     per_rank: list[str] = field(default_factory=list)
     lost_metadata: list[str] = field(default_factory=list)
     became_dicts: list[str] = field(default_factory=list)
-    unlike_parts: Mapping[str, UnlikePart] = field(default_factory=dict)
+    doubtful_components: Mapping[str, DoubtfulComponent] = field(default_factory=dict)
 
     def leaves(self) -> list[tuple[str, Node]]:
         """Return (FQN, leaf node) of all leaves in order."""
@@ -124,7 +124,9 @@ def outline_of(
         return objects[rank][own]
 
     lost = sorted(versioned(selected) - versioned(tree))
-    whole = Outline(contents, saved.tree, per_rank=per_rank, lost_metadata=lost, unlike_parts=saved.unlike_parts)
+    whole = Outline(
+        contents, saved.tree, per_rank=per_rank, lost_metadata=lost, doubtful_components=saved.doubtful_components
+    )
     return _with_tree(whole, tree, saved.tensors, raw)
 
 

@@ -47,7 +47,7 @@ from asyncckpt.loading.saved_state import (
     SavedObjects,
     SavedTree,
     per_rank_unavailable,
-    refuse_unlike_parts,
+    refuse_incompatible_shards,
     report_rank_differences,
 )
 from asyncckpt.loading.shared.broadcast import SharedReads
@@ -180,9 +180,9 @@ def load(
         PerRankUnavailableError: Requested `PerRank` values belong to other ranks; at another world size, all of them
             do. Leave them out by `keys`, or give the `PerRank` in `state_dict` a `reshard`, for which every rank must
             have saved a value. At the same world size, a new dict silently lacks those of other ranks. Or this rank
-            would join parts of a subclass in a DTensor that other ranks have stored with another class or context, or
-            with unequal components that were not cut with it. Load these with as many ranks as saved them, into tensors
-            that are sharded as they were, or leave them out by `keys`.
+            would join shards of a tensor subclass that the ranks have saved with different classes, contexts or
+            components that are not sharded. Load these with as many ranks as saved them, into tensors that are sharded
+            as they were, or leave them out by `keys`.
         ReshardError: The `reshard` of a `PerRank` raised, or its result lacks a part of the target.
         AliasMismatchError: Tensors of the target share memory, or two names are one object, and the values saved under
             their names differ.
@@ -460,7 +460,7 @@ class _Load:
         self._report_missing(report.missing, selection, present, report.absent_subtrees, is_error=is_error)
         self._report_containers(matches)
         self._report_converted(report.converted)
-        self._refuse_unlike_parts(lambda: matches.boxes(self._saved))
+        self._refuse_incompatible_shards(lambda: matches.boxes(self._saved))
         self._report_differences(report.read_leaves.items())
         self._report_factories((new.path, new.node) for new in [*matches.replaced, *matches.extended_lists])
         self._filler.check_ties(matches.ties)
@@ -548,7 +548,7 @@ class _Load:
         self._report_factories([((), tree)])
         found = [(fqn, node) for fqn, node in self._saved.leaves.items() if node in values.leaves]
         numbers = [node[1] for _, node in found if node[0] != OBJECT]
-        self._refuse_unlike_parts(lambda: [whole_box(self._saved.tensors[n]) for n in numbers])
+        self._refuse_incompatible_shards(lambda: [whole_box(self._saved.tensors[n]) for n in numbers])
         self._report_differences(found)
         self._filler.fill([], values.fillings)
         return values.build(tree), missing
@@ -611,10 +611,10 @@ class _Load:
         if not self._saved.is_single_rank:
             report_rank_differences(self._contents, self._saved, self._objects, self._files, found)
 
-    def _refuse_unlike_parts(self, boxes: Callable[[], Iterable[SavedBox]]) -> None:
-        unlike = self._saved.unlike_parts
-        if unlike:
-            refuse_unlike_parts(unlike, boxes(), self._reader, self._objects, verify=self._verify)
+    def _refuse_incompatible_shards(self, boxes: Callable[[], Iterable[SavedBox]]) -> None:
+        doubtful = self._saved.doubtful_components
+        if doubtful:
+            refuse_incompatible_shards(doubtful, boxes(), self._reader, self._objects, verify=self._verify)
 
     def _report_missing(
         self,

@@ -726,7 +726,7 @@ class _Matcher:
         if found in numbers:
             return
         numbers.append(found)
-        if tensor.is_empty_part and target.is_empty_part:
+        if tensor.is_own_and_empty and target.has_no_local_elements:
             return
         if target.global_shape != tensor.global_shape:
             self._refuse(_shape_mismatch(fqn, tensor, target, self._path))
@@ -777,7 +777,7 @@ class _Matcher:
         if entry is None or entry[1][0] != COMPOSITE:
             return False
         target, rest = target_tensor(value, leaf.fqn), self._rest_of(entry[1])
-        if not target.is_empty_part or rest.get(SHARDED) is None or rest["size"] != list(target.global_shape):
+        if not target.has_no_local_elements or rest.get(SHARDED) is None or rest["size"] != list(target.global_shape):
             return False
         self._record_read(entry[1], entry[0])
         self._record_filled(leaf)
@@ -816,7 +816,7 @@ class _Matcher:
             if rest["size"] != list(parameter.shape):
                 raise ValueError(f"it was saved with shape {rest['size']}, the parameter has {list(parameter.shape)}")
             if len(set(numbers.values())) != len(numbers):
-                raise ValueError("two of its components are one tensor")
+                raise ValueError("two of its components are the same tensor")
             return new_dtensor_like(parameter, node[3], rest, forms, known, self._objects.type_of)
         except Exception as error:  # whatever torch, or the class, raises
             fqn = saved.fqn_of_node(node)

@@ -22,7 +22,13 @@ from asyncckpt.interop.sources.unread_leaves import unread_leaves
 from asyncckpt.loading.byte_ranges import region_of
 from asyncckpt.loading.fetch import bytes_of, read_tensor, thread_count
 from asyncckpt.loading.read_source import HeldSnapshotReader, ReadSource, check_source, open_source
-from asyncckpt.loading.saved_state import SavedObjects, SavedTree, kind_of, per_rank_unavailable, refuse_unlike_parts
+from asyncckpt.loading.saved_state import (
+    SavedObjects,
+    SavedTree,
+    kind_of,
+    per_rank_unavailable,
+    refuse_incompatible_shards,
+)
 from asyncckpt.loading.tensor_writers import new_tensor
 from asyncckpt.state_dict.numpy_values import array_of
 from asyncckpt.storage.contents import Contents, Inline, SavedTensor, Strided, check_lengths
@@ -139,7 +145,7 @@ class OpenCheckpoint:
         """
         count, saved = thread_count(threads), self._found(fqn)
         check_memory_is_real("OpenCheckpoint.tensor")
-        self._refuse_unlike_parts(fqn, saved, slices, verify=verify)
+        self._refuse_incompatible_shards(fqn, saved, slices, verify=verify)
         if mmap:
             region_of(slices, saved.global_shape, fqn)  # for the same errors as when the tensor is read
             mapped = mapped_tensor(self._contents, saved, self._files) if self._held is None else None
@@ -209,16 +215,19 @@ class OpenCheckpoint:
             raise self._unavailable(fqn)
         raise MissingKeysError(f"{self.path}: there is no tensor {fqn!r}; see .keys()", path=self.path, keys=[str(fqn)])
 
-    def _refuse_unlike_parts(self, fqn: str, saved: SavedTensor, slices: Any, *, verify: bool) -> None:
-        unlike = self._saved.unlike_parts
-        if saved.fqn not in unlike or fqn not in self._saved.leaves:  # a stored name asks for one rank's
+    def _refuse_incompatible_shards(self, fqn: str, saved: SavedTensor, slices: Any, *, verify: bool) -> None:
+        doubtful = self._saved.doubtful_components
+        if saved.fqn not in doubtful or fqn not in self._saved.leaves:  # under a stored name, that of one rank is read
             return
         region = region_of(slices, saved.global_shape, fqn)
         ends = zip(region.counts, region.steps, strict=True)
         box = saved, region.offsets, tuple((count - 1) * step + 1 if count else 0 for count, step in ends)
         with self._reading():
             checked = verify and self._has_checksums
-            refuse_unlike_parts(unlike, [box], self._reader, self._objects, verify=checked)
+            otherwise = "read what one rank has stored: a range of elements by slices, a component by its stored name"
+            refuse_incompatible_shards(
+                doubtful, [box], self._reader, self._objects, verify=checked, otherwise=otherwise
+            )
 
     def _unavailable(self, fqn: str) -> PerRankUnavailableError:
         return per_rank_unavailable(self._contents, self._saved, self._reader, [fqn])

@@ -17,7 +17,7 @@ from asyncckpt.loading.key_selection import KeyMap, Selection
 from asyncckpt.loading.load import LoadOptions
 from asyncckpt.loading.matching import Mismatch, Replacement, match_target
 from asyncckpt.loading.read_source import read_from_source
-from asyncckpt.loading.saved_state import SavedObjects, SavedTree, find_unlike_parts, new_composites
+from asyncckpt.loading.saved_state import SavedObjects, SavedTree, find_incompatible_shards, new_composites
 from asyncckpt.loading.target_tensors import Reused, find_aliased, placement_names, placements_of
 from asyncckpt.state_dict.composite_tensors import unknown_type
 from asyncckpt.storage.contents import Contents
@@ -44,9 +44,9 @@ class LoadPlan:
         unexpected: Saved FQNs that the target does not have, of those that `keys` select.
         mismatched: Leaves that a load would refuse, such as new tensors of a class that is not registered; in another
             format also requested leaves that cannot be read.
-        unavailable: FQNs of the target that belong to other ranks, and saved ones of subclasses in DTensors of which it
-            would join parts that do not fit together; a load raises `PerRankUnavailableError`. It also does if parts
-            have unequal components that were not cut with the tensor; only a load compares them.
+        unavailable: FQNs of the target that belong to other ranks, and saved ones of subclasses in DTensors whose
+            shards cannot be joined, since their classes or contexts differ; a load raises `PerRankUnavailableError`. So
+            does a load if components differ that are not sharded; the plan does not compare them.
         shared: FQNs of target tensors that share memory and were saved as separate tensors, and of parts of the target
             that are one container or object. If the saved values differ, a load raises `AliasMismatchError`; only a
             load compares them.
@@ -135,7 +135,7 @@ def plan_load(
     containers = [fqn for first, _, other, _ in matches.same_object for fqn in (first, other)]
     tied = [fqn for tie in matches.ties for fqn in (tie.fqn, tie.other_fqn)]
     boxes = matches.boxes(saved)
-    unlike, _ = find_unlike_parts(saved.unlike_parts, boxes, reader, objects)
+    unlike, _ = find_incompatible_shards(saved.doubtful_components, boxes, reader, objects)
     return LoadPlan(
         missing=tuple(report.missing),
         undecided=tuple(f"{module.fqn}.{name}" for module in matches.undecided for name in module.undecided),

@@ -31,7 +31,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import per_rank_name, split_per_rank_name
-from asyncckpt.format.objects import sharded_components
+from asyncckpt.format.objects import sharded_names
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
@@ -77,8 +77,8 @@ from asyncckpt.torch_tensors import torch_dtype
 _INNER = (*MAPPINGS, *SEQUENCES)
 
 
-class UnlikePart(NamedTuple):
-    """A component of a composite tensor of which the ranks may have stored parts that do not fit together.
+class DoubtfulComponent(NamedTuple):
+    """A component of a composite tensor that several ranks have stored, maybe of incompatible shards.
 
     Attributes:
         fqn: FQN of the composite tensor.
@@ -193,7 +193,7 @@ class SavedTree:
 
     def _check_empty_parts(self, rank: int, view: _RankView) -> None:
         for number in view.empty_parts:
-            if not self.tensors[number].is_empty_part:
+            if not self.tensors[number].is_own_and_empty:
                 name, index = self.tensors[number].fqn, self._contents.manifest.ranks[rank].index_name
                 raise corrupt(
                     self._contents.path, index, f"{name!r} is marked as a part without elements, and has some"
@@ -302,18 +302,18 @@ class SavedTree:
         return {name for fqn in self.other_ranks_only for name in (fqn, *prefixes(fqn))}
 
     @cached_property
-    def unlike_parts(self) -> dict[str, UnlikePart]:
-        """By stored name, the components of the composite tensors whose parts, of several ranks, may not fit together.
+    def doubtful_components(self) -> dict[str, DoubtfulComponent]:
+        """By stored name, the components that several ranks have stored, maybe of incompatible shards.
 
-        Of these it takes `find_unlike_parts` to know which were sharded, and what differs.
+        `find_incompatible_shards` decides: it takes the objects to know which are sharded, and the values to compare.
         """
-        found: dict[str, UnlikePart] = {}
+        found: dict[str, DoubtfulComponent] = {}
         for path, node in composite_nodes(self.tree):
             components = {str(at[0]): self.tensors[leaf[1]] for at, leaf in leaves(node)}
             own = tuple(tensor for tensor in components.values() if split_per_rank_name(tensor.fqn) is not None)
             ranks = self._unlike_ranks(node, components.values())
             if ranks or own:
-                whole = UnlikePart(fqn_of(path), node[3], self.object_at(node[2]), "", ranks, own)
+                whole = DoubtfulComponent(fqn_of(path), node[3], self.object_at(node[2]), "", ranks, own)
                 found.update((tensor.fqn, whole._replace(component=name)) for name, tensor in components.items())
         return found
 
@@ -615,34 +615,34 @@ def per_rank_unavailable(
     )
 
 
-def find_unlike_parts(
-    unlike: Mapping[str, UnlikePart], boxes: Iterable[SavedBox], reader: RankInfo, objects: SavedObjects
-) -> tuple[list[tuple[UnlikePart, str]], list[Tie]]:
-    """Find the sharded composite tensors of which a reader would join parts that do not fit together.
+def find_incompatible_shards(
+    doubtful: Mapping[str, DoubtfulComponent], boxes: Iterable[SavedBox], reader: RankInfo, objects: SavedObjects
+) -> tuple[list[tuple[DoubtfulComponent, str]], list[Tie]]:
+    """Find the sharded composite tensors of which a reader would join incompatible shards.
 
-    A part of another rank fits if that rank had the same class and context, and equal components where they were not
-    sharded. Ranks that have stored no element of what is read do not count.
+    A shard of another rank is compatible if that rank had the same class and context, and equal components where they
+    were not sharded. Ranks that have stored no element of what is read do not count.
 
     Args:
-        unlike: `SavedTree.unlike_parts` of the tree that is read.
+        doubtful: `SavedTree.doubtful_components` of the tree that is read.
         boxes: What is read.
         reader: The rank that reads.
         objects: The objects of the checkpoint.
 
     Returns:
-        (component, what differs) of each that does not fit; and by their stored names, the components of two ranks that
-        fit if their values are equal.
+        (component, what differs) of each that is incompatible; and pairs of unsharded components of two ranks whose
+        values must be equal, as ties under their stored names.
     """
     tensors, n_ranks = objects.contents.tensors, len(objects.contents.ranks)
     reader_rank = reader.rank if reader.world_size == n_ranks else None
-    refused: list[tuple[UnlikePart, str]] = []
+    refused: list[tuple[DoubtfulComponent, str]] = []
     ties: dict[tuple[str, str], Tie] = {}
     for tensor, offsets, sizes in boxes:
-        part = unlike.get(tensor.fqn)
+        part = doubtful.get(tensor.fqn)
         if part is None:
             continue
         rank, number = part.described_at
-        sharded, own, others = sharded_components(objects.raw(rank)[number]), part.own, set(range(n_ranks))
+        sharded, own, others = sharded_names(objects.raw(rank)[number]), part.own, set(range(n_ranks))
         if sharded is None:
             continue
         if part.component in sharded:
@@ -650,7 +650,8 @@ def find_unlike_parts(
             others = {other for other, box in stored if find_overlap([box, (offsets, sizes)]) is not None}
             if others & part.ranks:
                 names = _ranks_text(sorted(others & part.ranks))
-                refused.append((part, f"rank {rank} has stored another class or context of it than {names}"))
+                why = f"rank {rank} has saved it with another class, or another context of the class, than {names}"
+                refused.append((part, why))
         elif tensor in own and rank != reader_rank:
             own = (tensor,)
         else:
@@ -669,7 +670,7 @@ def find_unlike_parts(
 
 
 def _uncut(component: str, rank: int, other: int) -> str:
-    return f"its component {component!r} was not cut with it and differs between ranks {rank} and {other}"
+    return f"its component {component!r}, which is not sharded, differs between ranks {rank} and {other}"
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -677,42 +678,45 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {text}" if len(ranks) > 1 else f"rank {text}"
 
 
-def refuse_unlike_parts(
-    unlike: Mapping[str, UnlikePart],
+def refuse_incompatible_shards(
+    doubtful: Mapping[str, DoubtfulComponent],
     boxes: Iterable[SavedBox],
     reader: RankInfo,
     objects: SavedObjects,
     *,
     verify: bool = True,
+    otherwise: str = "leave it out by keys",
 ) -> None:
-    """Refuse to join parts that do not fit together. Reads components that must be equal for that.
+    """Refuse to join incompatible shards. Reads the unsharded components that must be compared for that.
 
     Args:
-        unlike, boxes, reader, objects: As for `find_unlike_parts`.
+        doubtful, boxes, reader, objects: As for `find_incompatible_shards`.
         verify: Whether checksums are compared.
+        otherwise: What the user can do else, for the message.
 
     Raises:
-        PerRankUnavailableError: Parts do not fit together; names the tensor, its class and the ranks.
+        PerRankUnavailableError: Shards are incompatible; names the tensors, and class and ranks of the first.
         CorruptCheckpointError, OSError: What has to be compared cannot be read.
     """
-    if not unlike:
+    if not doubtful:
         return
     contents = objects.contents
-    refused, ties = find_unlike_parts(unlike, boxes, reader, objects)
+    refused, ties = find_incompatible_shards(doubtful, boxes, reader, objects)
     if not refused:
         try:
             Filler(contents, objects.files, threads=None, verify=verify, low_memory=True).check_ties(ties)
             return
         except AliasMismatchError as error:
             (name, rank), (_, other) = (split_per_rank_name(fqn) or ("", 0) for fqn in (error.fqn, error.other_fqn))
-            refused = [(unlike[error.fqn], _uncut(name, rank, other))]
+            refused = [(doubtful[error.fqn], _uncut(name, rank, other))]
     part, why = refused[0]
+    keys = list(dict.fromkeys(found.fqn for found, _ in refused))
+    more = f" (and {len(keys) - 1} more tensors)" if len(keys) > 1 else ""
     raise PerRankUnavailableError(
-        f"{contents.path}: {part.fqn!r}, a {part.kind}, was sharded over {len(contents.ranks)} ranks, and {why}, so "
-        "that their parts make no whole tensor; nothing was changed. Load it with as many ranks as saved it into "
-        "tensors that are sharded as they were, or leave it out by keys",
+        f"{contents.path}: the shards of {part.fqn!r}, a {part.kind}, cannot be joined: {why}{more}; nothing was "
+        f"changed. Load it with {len(contents.ranks)} ranks, each into its own shard as it was saved, or {otherwise}",
         path=contents.path,
-        keys=[part.fqn],
+        keys=keys,
         saved=len(contents.ranks),
         wanted=reader.world_size,
     )
@@ -730,7 +734,7 @@ def report_rank_differences(
     """
     differing: list[str] = []
     numbers: dict[str, int] = {}
-    of_ranks = (name for name, tensor in contents.tensors.items() if not tensor.is_empty_part)
+    of_ranks = (name for name, tensor in contents.tensors.items() if not tensor.is_own_and_empty)
     of_one_rank = {own[0] for own in map(split_per_rank_name, of_ranks) if own is not None}
     ours = () if saved.reader_rank is None else contents.ranks[saved.reader_rank].structure.tensors
     our_names = {tensor.fqn for tensor in ours}

@@ -55,8 +55,8 @@ class TargetTensor(NamedTuple):
     shards: tuple[LocalShard, ...]
 
     @property
-    def is_empty_part(self) -> bool:
-        """Whether it is a sharded tensor of which this process holds no elements, though it has some."""
+    def has_no_local_elements(self) -> bool:
+        """Whether the tensor has elements, but none on this process."""
         return 0 not in self.global_shape and not any(part.numel() for part, _ in self.shards)
 
     @property
@@ -65,8 +65,8 @@ class TargetTensor(NamedTuple):
         return len(self.shards) == 1 and self.shards[0].tensor is self.value
 
     def takes(self, saved: SavedTensor) -> bool:
-        """Whether it has the shape and dtype of `saved`, or both are parts without elements of a sharded tensor."""
-        has_shape = self.global_shape == saved.global_shape or (saved.is_empty_part and self.is_empty_part)
+        """Whether it has the shape and dtype of `saved`, or both are empty shards of one dtype."""
+        has_shape = self.global_shape == saved.global_shape or (saved.is_own_and_empty and self.has_no_local_elements)
         return has_shape and self.dtype == getattr(torch, saved.dtype, None)
 
     def holds_values_of(self, saved: SavedTensor) -> bool:

@@ -488,7 +488,7 @@ def reusable_state_tensors(
             is_alike = mine is not None and mine[0] == COMPOSITE and fits(mine, flat.objects, one)
             if is_alike and _reuse_composite(reused, one, value, saved):
                 continue
-            if parameter is not None and target_tensor(parameter, "").is_empty_part:
+            if parameter is not None and target_tensor(parameter, "").has_no_local_elements:
                 reused.composites[one] = _empty_like(parameter, parameter.dtype)
                 continue
             made = None if parameter is None else make_like(parameter, one, reused.tensors)
@@ -569,7 +569,7 @@ def _value_at(state: Any, path: Path) -> Any:
 def _sharded_like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
     """Return a new tensor that is sharded like a parameter, if `saved` has its shape, or both are empty parts."""
     has_shape = tuple(parameter.shape) == saved.global_shape
-    if not has_shape and not (saved.is_empty_part and target_tensor(parameter, "").is_empty_part):
+    if not has_shape and not (saved.is_own_and_empty and target_tensor(parameter, "").has_no_local_elements):
         return None
     dtype = getattr(torch, saved.dtype, None)
     return None if dtype is None else target_tensor(_empty_like(parameter, dtype), "")

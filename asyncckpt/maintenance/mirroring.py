@@ -355,7 +355,7 @@ class _Copy:
         if BLOCK_NBYTES % index.block_nbytes:
             raise UnsupportedFormatError(
                 f"{self._path} cannot be copied to its mirror: its checksums are of blocks of {index.block_nbytes} "
-                f"bytes, expected a divisor of {BLOCK_NBYTES}",
+                f"bytes, expected a divisor of {BLOCK_NBYTES}; copy it with the version that has written it",
                 path=self._path,
             )
         for shard in index.shards:

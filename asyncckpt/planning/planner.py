@@ -85,7 +85,7 @@ def shard_write(
             text = f"rank {rank} of the checkpointer holds a shard of {fqn!r} that another rank of its mesh should hold"
             raise contradiction(text + "; give the checkpointer the rank numbers of torch.distributed", [rank])
         assignment = agreement.shards.assignment(rank, claim)
-        if empty_shape is not None and agreement.shards.is_empty_part(rank, claim):
+        if empty_shape is not None and agreement.shards.may_store_empty(rank, claim):
             whole, own = (TensorBox(number, _origin(len(empty_shape)), empty_shape),), per_rank_name(fqn, rank)
             return TensorWrite((fqn, dtype, empty_shape), own, whole, (), assignment.is_unagreed, is_empty_part=True)
     boxes, origins, shared = [], [], []

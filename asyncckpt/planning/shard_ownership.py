@@ -234,8 +234,8 @@ class ShardOwnership:
             return BoxAssignment(all_rows(box) if claim.is_first and writer in (rank, None) else ())
         return _written_by_one(rank, claim.fqn, holders_in(grid, rank), box)
 
-    def is_empty_part(self, rank: int, claim: ShardClaim) -> bool:
-        """Whether `rank` holds a part without elements of a tensor that other ranks may store under other names only.
+    def may_store_empty(self, rank: int, claim: ShardClaim) -> bool:
+        """Whether `rank` may store its empty shard for itself, since others may hold components of the tensor only.
 
         So it is if the ranks have not agreed on it yet; or if none of the ranks with elements holds it, and each holds
         components (`FQN.name`) instead. Then nobody has elements under this name, and it must not be missed.
@@ -399,8 +399,7 @@ def resolve_sharding(
         world_size: Number of ranks of the checkpointer.
 
     Returns:
-        None if not all ranks of its mesh have reported it, but for ranks that hold no elements of it; an error if ranks
-        contradict each other.
+        None if a rank of its mesh that holds elements has not reported it; an error if ranks contradict each other.
     """
     first = reports[0].claim
     for _, claim in reports[1:]:
@@ -448,12 +447,17 @@ def _holders_below(
 
 def _mixed(fqn: str, plain: Collection[int], composite: Collection[int]) -> RanksDisagreeError:
     text = (
-        f"{fqn!r} is a plain tensor on ranks {sorted(plain)[:4]}, and a container or a subclass with components "
-        f"on ranks {sorted(composite)[:4]}; all ranks with elements of it must hold the same. torchao quantizes a part "
-        "only if it has at least 4096 elements and whole blocks: choose the shape, block_size or the number of ranks "
-        "so that it quantizes all parts or none, or train that parameter with another optimizer"
+        f"{fqn!r} is a plain tensor on ranks {_few(plain)}, and a subclass with components, or a container, on ranks "
+        f"{_few(composite)}; all ranks with elements of it must hold the same class. torchao quantizes a shard only if "
+        "it has at least 4096 elements and whole blocks: choose the shape, block_size or the number of ranks so that "
+        "it quantizes all shards or none, or train that parameter with another optimizer"
     )
     return contradiction(text, sorted({*plain, *composite}))
+
+
+def _few(ranks: Collection[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:4]))
+    return f"[{shown}{', ...' if len(ranks) > 4 else ''}]"
 
 
 def _ranks_with_elements(claim: ShardClaim) -> set[int]:

@@ -93,7 +93,8 @@ class Release(Message):
 class Lineage(Message):
     """Ask for the epoch of the saves of `run` in the parent directory of `path`. The session joins the run.
 
-    `least_epoch`: the smallest epoch that is newer than what the trainer has restored from; 0: any.
+    `least_epoch`: the smallest epoch that is newer than what the trainer has found where it looked for a checkpoint to
+    restore; 0: any.
     """
 
     id: int

@@ -14,9 +14,9 @@ from asyncckpt.basics.paths import current_umask
 from asyncckpt.client.slot import Slot
 from asyncckpt.config import CheckpointerConfig, RankInfo
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.objects import context_digest, encode_objects, sharded_components
+from asyncckpt.format.objects import context_digest, encode_objects, sharded_names
 from asyncckpt.format.state_tree import composite_nodes
-from asyncckpt.format.structure import with_context_digests
+from asyncckpt.format.structure import encoded_with_digests
 from asyncckpt.planning.replica_checks import NO_SAMPLES, Samples, sample_digests
 from asyncckpt.planning.save_plan import SavePlan
 from asyncckpt.protocol.request import PartRange, SaveRequest, encode_request
@@ -55,7 +55,7 @@ MAX_STRUCTURES = 8
 """Of how many structures `ContextDigests` knows the digests: as many as `PlanCache` keeps plans."""
 
 
-class _Known(NamedTuple):
+class _KnownStructure(NamedTuple):
     """What is known of a plan's structure.
 
     Attributes:
@@ -76,7 +76,7 @@ class ContextDigests:
     """
 
     def __init__(self) -> None:
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, _KnownStructure] = {}
 
     def structure_of(self, plan: SavePlan, leaves: Sequence[Any]) -> bytes:
         """Return the structure of a save with `plan`, whose objects are `leaves` in JSON, by number."""
@@ -86,13 +86,13 @@ class ContextDigests:
             if len(self._known) >= MAX_STRUCTURES:
                 self._known.clear()
             numbers = dict.fromkeys(node[2] for _, node in composite_nodes(plan.signature[0]))
-            known = self._known[plain] = _Known(tuple(numbers), [], plain)
+            known = self._known[plain] = _KnownStructure(tuple(numbers), [], plain)
         objects = [leaves[n] for n in known.numbers]
         if objects != known.objects:
             found = zip(known.numbers, objects, strict=True)
-            digests = {n: context_digest(raw) for n, raw in found if sharded_components(raw)}
-            encoded = with_context_digests(plain, digests) if digests else plain
-            known = self._known[plain] = _Known(known.numbers, objects, encoded)
+            digests = {n: context_digest(raw) for n, raw in found if sharded_names(raw)}
+            encoded = encoded_with_digests(plain, digests) if digests else plain
+            known = self._known[plain] = _KnownStructure(known.numbers, objects, encoded)
         return known.encoded
 
 

@@ -242,7 +242,7 @@ def new_dtensor_like(
                 raise ValueError(f"its component {name} of shape {list(global_shape)} cannot be cut like it")
         tensors[name] = known[name] if name in known else torch.empty(sizes, dtype=dtype, device=local.device)
         if (list(tensors[name].shape), tensors[name].dtype) != (sizes, dtype):
-            raise ValueError(f"its component {name} is one tensor with another one, which is sharded otherwise")
+            raise ValueError(f"its component {name!r} is shared with another tensor, which is sharded differently")
     own = {**rest, "size": list(boxes[0][1]), "stride": list(local.stride())}
     made: Any = compose(kind, tensors, own, type_of)
     found: torch.Tensor = type(parameter.data).from_local(
@@ -260,7 +260,7 @@ def new_dtensor_like(
             raise ValueError(f"the place of this rank's part of its component {name} in the whole is unknown")
         mine = part.found.shards[0].tensor if isinstance(part, ShardedComponent) else part
         if name in known and mine.data_ptr() != known[name].data_ptr():
-            raise ValueError(f"its component {name} is one tensor with another one, and the class has copied it")
+            raise ValueError(f"its component {name!r} is shared with another tensor, and {kind} has made a copy of it")
     return found
 
 

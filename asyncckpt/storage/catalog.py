@@ -59,8 +59,8 @@ CLOCK_EPOCHS_SINCE = 1_735_689_600.0
 """2025-01-01, in seconds since 1970."""
 
 CLOCK_EPOCH_S = 600.0
-"""Seconds in which `epoch_by_clock` becomes one larger. Chosen: few runs begin in less, so that counting on from it
-does not overtake the clock; and `MAX_CLOCK_EPOCH` is reached in 2042."""
+"""Seconds in which `epoch_by_clock` becomes one larger. Chosen: restarts are rarely closer together, so that counting
+on from it does not overtake the clock; and `MAX_CLOCK_EPOCH` is reached in 2042."""
 
 MAX_CLOCK_EPOCH = 900_000
 """The largest epoch that the clock may give, which leaves 99,999 for counting if it is wrong."""
@@ -295,11 +295,12 @@ def _behind_link(path: str, store: Store) -> list[Found]:
 
 
 def next_epoch_beside(path: str, store: Store) -> int:
-    """Return the epoch of a run whose first checkpoint goes to `path`: one more than the largest in its parent.
+    """Return the epoch of a run whose first checkpoint goes to `path`.
 
-    It is `epoch_by_clock` at least: the parent may be on a new disk, and earlier runs on others or in a mirror. Saves
-    that were not committed count too, because another worker may still finish them, and two runs of the same epoch have
-    no order. If a manifest is damaged or of a newer version, the file names in its directory count.
+    It is larger than all in the parent directory, and at least `epoch_by_clock`: the parent may be on a new disk, and
+    earlier runs on others or in a mirror. Saves that were not committed count too, because another worker may still
+    finish them, and two runs of the same epoch have no order. If a manifest is damaged or of a newer version, the file
+    names in its directory count.
 
     Args:
         path: Path of the checkpoint.

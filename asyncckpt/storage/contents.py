@@ -164,8 +164,8 @@ class SavedTensor(NamedTuple):
     chunks: tuple[tuple[int, Chunk], ...]
 
     @property
-    def is_empty_part(self) -> bool:
-        """Whether it is what a rank without elements of a sharded tensor has stored in place of its part."""
+    def is_own_and_empty(self) -> bool:
+        """Whether it belongs to one rank and has no elements, as the empty shard of a tensor in an "E" node."""
         return 0 in self.global_shape and split_per_rank_name(self.fqn) is not None
 
 

@@ -4,9 +4,9 @@ O_DIRECT is used if the memory is page-aligned and the file system supports it. 
 the first write, the same descriptor is used for buffered writes.
 
 The fingerprint of a rank's shard files (`shards_print`) is equal if two saves have the same values. Such files differ
-only in the save ID, which is in the first block. So the fingerprint is made from the first block without the save ID,
-and from the checksums of all other blocks. The fingerprints of single blocks are of `BLOCK_NBYTES`, also if a checksum
-is of fewer bytes.
+only in the save ID, which is in the first `BLOCK_NBYTES`. So the fingerprint is made from these without the save ID,
+and from all checksums but the first. The fingerprints of single blocks (`prints`) are of `BLOCK_NBYTES` each, whatever
+the number of bytes that have one checksum.
 """
 
 from __future__ import annotations

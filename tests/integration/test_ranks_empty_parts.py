@@ -220,7 +220,9 @@ def test_plain_parts_beside_parts_of_a_subclass_are_refused_and_a_state_may_be_e
     assert all(len(errors) == 1 for errors in found)
     for (error,) in found:
         if way == "sync":
-            what = "'w.m' is a plain tensor on ranks [2], and a container or a subclass with components on ranks [0, 1]"
+            what = (
+                "'w.m' is a plain tensor on ranks [2], and a subclass with components, or a container, on ranks [0, 1]"
+            )
         else:  # in this save the ranks have not met
             what = "tensor 'w.m.codes': 32 of 40 elements are stored"
         assert error.startswith("b: ") and what in error

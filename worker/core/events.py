@@ -139,7 +139,7 @@ class Removed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineageScanned:
-    """Result of ScanLineage: the next epoch by the checkpoints on disk, or the error."""
+    """Result of ScanLineage: the next epoch by the clock and the checkpoints on disk, or the error."""
 
     now: float
     run: str

@@ -9,7 +9,7 @@ leaving    its slots have been read once more                                   
 departed   lineage, begin, or a sealed slot of a new session                    -> member
 
 The same run gets the same epoch for a directory, another run a larger one. It becomes larger only if a rank asks that
-has restored from a newer run.
+has found a newer run where it looked for a checkpoint to restore.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class Writer:
         remove_files_of(path, SaveId.parse(save_id), store=store_at(path, self._files))
 
     def lineage(self, job: ScanLineage) -> int:
-        """Return the next epoch beside the path.
+        """Return the epoch for a new run at the path (`next_epoch_beside`).
 
         Raises:
             SaveFailedError: The checkpoints beside the path cannot be read.

@@ -27,7 +27,7 @@ from asyncckpt.format.manifest import (
 )
 from asyncckpt.format.names import SaveId, index_name
 from asyncckpt.format.state_tree import TypedKey
-from asyncckpt.format.structure import decode_structure, encode_structure, with_context_digests
+from asyncckpt.format.structure import decode_structure, encode_structure, encoded_with_digests
 
 TYPED = (CorruptCheckpointError, UnsupportedFormatError)
 N_DAMAGED = 5000
@@ -129,9 +129,9 @@ def test_digests_are_put_into_an_encoded_structure() -> None:
         return ("o", ("a", deep, key, ("r", ("d", (1, tensor, TypedKey(("n",)), ("O", 2)), ("Counter",)))), 2)
 
     plain, expected = (encode_structure(dataclasses.replace(STRUCTURE, tree=tree(*d))) for d in ((), (b"12345678",)))
-    assert with_context_digests(plain, {0: b"12345678"}) == expected != plain
+    assert encoded_with_digests(plain, {0: b"12345678"}) == expected != plain
     assert decode_structure(expected).tree == tree(b"12345678")
-    assert with_context_digests(plain, {}) == plain
+    assert encoded_with_digests(plain, {}) == plain
 
 
 BAD_MANIFESTS = {

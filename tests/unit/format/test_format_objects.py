@@ -25,7 +25,7 @@ from asyncckpt.format.objects import (
     decode_value,
     encode_objects,
     encode_value,
-    sharded_components,
+    sharded_names,
 )
 
 Point = namedtuple("Point", "x y")
@@ -305,9 +305,9 @@ def test_the_order_of_a_set_does_not_count() -> None:
 
 
 def test_the_sharded_components_of_any_json_are_names_or_none() -> None:
-    assert sharded_components(_described(1)) == {"codes"}
-    assert sharded_components(_described(1, sharded={})) == frozenset()
-    assert sharded_components(encode_value({"context": 1})) is None
+    assert sharded_names(_described(1)) == {"codes"}
+    assert sharded_names(_described(1, sharded={})) == frozenset()
+    assert sharded_names(encode_value({"context": 1})) is None
     for raw in (None, 5, [], {}, {"$": "dict"}, {"$": "dict", "v": 5}, {"$": "dict", "v": [5, [1], [[], 2]]}):
-        assert sharded_components(raw) is None
-        assert sharded_components({"$": "dict", "v": [["sharded", raw]]}) in (None, {"[]"}, frozenset())
+        assert sharded_names(raw) is None
+        assert sharded_names({"$": "dict", "v": [["sharded", raw]]}) in (None, {"[]"}, frozenset())
