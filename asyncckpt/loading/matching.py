@@ -726,7 +726,7 @@ class _Matcher:
         if found in numbers:
             return
         numbers.append(found)
-        if tensor.is_own_and_empty and target.has_no_local_elements:
+        if found in self._saved.empty_parts and target.has_no_local_elements:
             return
         if target.global_shape != tensor.global_shape:
             self._refuse(_shape_mismatch(fqn, tensor, target, self._path))
@@ -794,6 +794,8 @@ class _Matcher:
     ) -> torch.Tensor | None:
         """Return a new composite tensor for the saved `node`, sharded like a parameter; None: it was not sharded.
 
+        If this process holds no elements of the parameter, it is a plain one.
+
         Args:
             parameter: The parameter.
             node: The saved node.
@@ -802,10 +804,12 @@ class _Matcher:
         Raises:
             UnsupportedLeafError: Its type is not registered, or it cannot be sharded like the parameter.
         """
-        saved = self._saved
-        rest = self._rest_of(node)
+        saved, rest = self._saved, self._rest_of(node)
         if node[3] in TENSOR_KINDS or rest.get(SHARDED) is None:
             return None
+        if rest["size"] == list(parameter.shape) and target_tensor(parameter, "").has_no_local_elements:
+            with torch.no_grad():
+                return torch.empty_like(parameter, requires_grad=False)
         refuse_unknown_types(node, rest, saved, self._path, self._objects.type_of)
         numbers = {str(name): inner[1] for name, inner in members(node)}
         tensors = {name: saved.tensors[number] for name, number in numbers.items()}

@@ -112,6 +112,8 @@ class SavedTree:
         keeps_empty_containers: Whether empty containers are in the tree; other formats may not be able to store them,
             and planners of torch.distributed.checkpoint leave them out.
         is_single_rank: Whether only one rank has saved, and its number is the reader's.
+        empty_parts: Numbers of tensors that this rank has stored for shards without elements, and that it sees where no
+            other rank has stored a composite tensor.
         unlike: At another world size, FQNs under which a rank has another kind of value than the rank whose value is in
             the tree, or a list of another length.
     """
@@ -131,8 +133,7 @@ class SavedTree:
         self._kinds: dict[int, dict[str, tuple[str, bytes]]] = {}
         self._per_rank_names: dict[str, None] = {}
         self.unlike: set[str] = set()
-        self._empty_parts: set[int] = set()
-        """Numbers of the reader's own parts without elements. What another rank has in their place is seen instead."""
+        self.empty_parts: set[int] = set()
         self._namesakes: dict[str, dict[Path, Node]] = {}
         """FQN -> nodes at further paths that have this FQN. IMPORTANT: filled when `_nodes` is first read."""
 
@@ -173,12 +174,13 @@ class SavedTree:
         what it has saved gets nothing else in such a state, and nothing in its groups: only states with names as keys
         are joined.
         """
-        is_empty = first[0] == TENSOR and first[1] in self._empty_parts and other is not OTHER_RANKS_ONLY
-        if first is OTHER_RANKS_ONLY or is_empty:
+        if first is OTHER_RANKS_ONLY:
             return other
+        if first[0] == TENSOR and first[1] in self.empty_parts:
+            return other if other[0] == COMPOSITE else first
         if first[0] in MAPPINGS and other[0] in MAPPINGS:
             if self.reader_rank is not None and is_optimizer_state(first) and not _are_joined(first, other):
-                return first
+                return self._with_composites(first, other) if self.empty_parts else first
             items = dict(zip(first[1][::2], first[1][1::2], strict=True))
             for key, child in zip(other[1][::2], other[1][1::2], strict=True):
                 items[key] = self._join(items[key], child, (*path, key)) if key in items else child
@@ -191,6 +193,21 @@ class SavedTree:
             self.unlike.add(fqn_of(path))
         return first
 
+    def _with_composites(self, first: Node, other: Node) -> Node:
+        """Return `first` with the composite tensors that `other` has in place of shards without elements."""
+        if first[0] == TENSOR and first[1] in self.empty_parts:
+            return other if other[0] == COMPOSITE else first
+        if first[0] in MAPPINGS and other[0] in MAPPINGS:
+            theirs, items = dict(zip(other[1][::2], other[1][1::2], strict=True)), list(first[1])
+            for n, key in enumerate(first[1][::2]):
+                if key in theirs:
+                    items[2 * n + 1] = self._with_composites(items[2 * n + 1], theirs[key])
+            return (first[0], tuple(items), *first[2:])
+        if first[0] in SEQUENCES and first[0] == other[0] and len(first[1]) == len(other[1]):
+            both = zip(first[1], other[1], strict=True)
+            return (first[0], tuple(self._with_composites(mine, theirs) for mine, theirs in both), *first[2:])
+        return first
+
     def _check_empty_parts(self, rank: int, view: _RankView) -> None:
         for number in view.empty_parts:
             if not self.tensors[number].is_own_and_empty:
@@ -198,7 +215,7 @@ class SavedTree:
                 raise corrupt(
                     self._contents.path, index, f"{name!r} is marked as a part without elements, and has some"
                 )
-        self._empty_parts.update(view.empty_parts if rank == self.reader_rank else ())
+        self.empty_parts.update(view.empty_parts if rank == self.reader_rank else ())
 
     def _view(self, rank: int, *, own: bool) -> _RankView:
         entries = self._contents.ranks[rank].structure.tensors

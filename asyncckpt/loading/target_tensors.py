@@ -65,9 +65,8 @@ class TargetTensor(NamedTuple):
         return len(self.shards) == 1 and self.shards[0].tensor is self.value
 
     def takes(self, saved: SavedTensor) -> bool:
-        """Whether it has the shape and dtype of `saved`, or both are empty shards of one dtype."""
-        has_shape = self.global_shape == saved.global_shape or (saved.is_own_and_empty and self.has_no_local_elements)
-        return has_shape and self.dtype == getattr(torch, saved.dtype, None)
+        """Whether it has the shape and dtype of `saved`."""
+        return (self.dtype, self.global_shape) == (getattr(torch, saved.dtype, None), saved.global_shape)
 
     def holds_values_of(self, saved: SavedTensor) -> bool:
         """Whether the dtype can hold the values of `saved`, possibly with less precision."""

@@ -488,9 +488,6 @@ def reusable_state_tensors(
             is_alike = mine is not None and mine[0] == COMPOSITE and fits(mine, flat.objects, one)
             if is_alike and _reuse_composite(reused, one, value, saved):
                 continue
-            if parameter is not None and target_tensor(parameter, "").has_no_local_elements:
-                reused.composites[one] = _empty_like(parameter, parameter.dtype)
-                continue
             made = None if parameter is None else make_like(parameter, one, reused.tensors)
             if made is not None:
                 is_filled = _reuse_composite(reused, one, made, saved)
@@ -537,8 +534,10 @@ def _are_one(target: TargetTensor, other: TargetTensor) -> bool:
 
 
 def _component_numbers(node: Node, value: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the numbers of the saved components with those of `value`; none if it is plain, without elements here."""
     described = decompose(value)
-    assert described is not None
+    if described is None:
+        return
     for name, child in members(node):
         if child[0] == COMPOSITE:
             yield from _component_numbers(child, described.tensors[str(name)])
@@ -567,14 +566,11 @@ def _value_at(state: Any, path: Path) -> Any:
 
 
 def _sharded_like(parameter: torch.Tensor, saved: SavedTensor) -> TargetTensor | None:
-    """Return a new tensor that is sharded like a parameter, if `saved` has its shape, or both are empty parts."""
-    has_shape = tuple(parameter.shape) == saved.global_shape
-    if not has_shape and not (saved.is_own_and_empty and target_tensor(parameter, "").has_no_local_elements):
+    """Return a new tensor that is sharded like a parameter, if `saved` has its shape."""
+    if tuple(parameter.shape) != saved.global_shape:
         return None
     dtype = getattr(torch, saved.dtype, None)
-    return None if dtype is None else target_tensor(_empty_like(parameter, dtype), "")
-
-
-def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is None:
+        return None
     with torch.no_grad():
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return target_tensor(torch.empty_like(parameter, dtype=dtype, requires_grad=False), "")

@@ -15,7 +15,7 @@ from asyncckpt.errors import DuplicateNameError
 from asyncckpt.format.dcp import build_dcp_layout, room_for_dcp
 from asyncckpt.format.layout import BoxSpec, Layout, build_layout, room_for
 from asyncckpt.format.names import DCP, SAFETENSORS, is_reserved, per_rank_name
-from asyncckpt.format.state_tree import OBJECT, fqn_of, leaves, with_empty_parts
+from asyncckpt.format.state_tree import OBJECT, composite_nodes, fqn_of, leaves, with_empty_parts
 from asyncckpt.format.structure import Box, Structure, TensorEntry, encode_structure
 from asyncckpt.planning.contributions import Contribution, TensorKey
 from asyncckpt.planning.file_groups import grouped_layout
@@ -86,8 +86,8 @@ def shard_write(
             raise contradiction(text + "; give the checkpointer the rank numbers of torch.distributed", [rank])
         assignment = agreement.shards.assignment(rank, claim)
         if empty_shape is not None and agreement.shards.may_store_empty(rank, claim):
-            whole, own = (TensorBox(number, _origin(len(empty_shape)), empty_shape),), per_rank_name(fqn, rank)
-            return TensorWrite((fqn, dtype, empty_shape), own, whole, (), assignment.is_unagreed, is_empty_part=True)
+            whole = (TensorBox(number, _origin(len(empty_shape)), empty_shape),)
+            return TensorWrite((fqn, dtype, empty_shape), per_rank_name(fqn, rank), whole, is_empty_part=True)
     boxes, origins, shared = [], [], []
     for box, source, assigned in zip(leaf.boxes, leaf.sources, assignment.boxes, strict=True):
         offsets, sizes = box
@@ -243,11 +243,15 @@ def make_plan(
 
 
 def _empty_shape(flat: Flattened, number: int, layout: str) -> tuple[int, ...] | None:
-    """Return the shape of the tensor in place of the parts of a shard; None: there are some, or layout dcp has none."""
+    """Return the shape of the tensor in place of the parts of a shard.
+
+    None: there are parts, or it is itself a component, or layout dcp, which has no such nodes.
+    """
     tensor = flat.tensors[number]
     if flat.shards[number].boxes or tensor.numel() or layout == DCP:
         return None
-    return tuple(tensor.shape)
+    components = (leaf[1] for _, node in composite_nodes(flat.tree) for _, leaf in leaves(node))
+    return None if number in components else tuple(tensor.shape)
 
 
 def _placed(

@@ -237,16 +237,14 @@ class ShardOwnership:
     def may_store_empty(self, rank: int, claim: ShardClaim) -> bool:
         """Whether `rank` may store its empty shard for itself, since others may hold components of the tensor only.
 
-        So it is if the ranks have not agreed on it yet; or if none of the ranks with elements holds it, and each holds
-        components (`FQN.name`) instead. Then nobody has elements under this name, and it must not be missed.
+        So it is if the ranks have agreed, and none of those with elements holds it, but each holds components
+        (`FQN.name`) instead. Then nobody has elements under this name, and it must not be missed.
         """
         if claim.grid is None or 0 in claim.shape:
             return False
         if position_in(claim.grid, rank) is None or claim.boxes_of_rank(rank):
             return False
-        if not self._has_reported(rank, claim):
-            return True
-        return claim.fqn in self._in_components
+        return claim.fqn in self._in_components and self._has_reported(rank, claim)
 
     @cached_property
     def _first_holders(self) -> dict[tuple[tuple[int, ...], Box], int | None]:
