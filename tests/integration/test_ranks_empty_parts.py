@@ -405,3 +405,85 @@ def test_such_a_checkpoint_is_converted_and_inspected(tmp_path: Path, registered
     assert command("verify", path, copy)[0] == 0
     with asyncckpt.open_checkpoint(path) as opened:
         assert [opened.objects_of(rank)["rank"] for rank in range(3)] == [0, 1, 2]
+
+
+def _save_one_row_each(rank: int, path: str) -> None:
+    _save_to(path, {"w": _one_row_each(rank, 0)})
+
+
+def _one_row_each(rank: int, seed: int) -> Any:
+    """Return a tensor of two rows on three ranks: where its scales are cut is not known, as one row has no half."""
+    return _dtensor(_part(rank, seed, rows=2), _mesh(), 2)
+
+
+def _load_one_row_each(rank: int, path: str) -> bool:
+    target = {"w": _one_row_each(rank, 50)}
+    asyncckpt.load(path, target)
+    return same(target["w"]._local_tensor, _part(rank, 0, rows=2))
+
+
+def test_a_rank_without_elements_does_not_join_the_components_of_others(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    rank_processes.run(3, _save_one_row_each, path)
+    assert rank_processes.run(3, _load_one_row_each, path) == [True] * 3
+
+
+def _sgd(state: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of a parameter of two rows; `state` makes an entry of its state, of the local rows."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(2, 8), _mesh(), [Shard(0)]))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    if state is not None:
+        optimizer.state[parameter]["m"] = state(parameter.to_local().detach())
+    return optimizer
+
+
+ENTRIES = {
+    "a whole subclass": lambda local: blocks(3, (4, 8)),
+    "a local tensor": lambda local: torch.full_like(local, 5.0),
+}
+
+
+def _resume_sgd(rank: int, path: str, entry: str) -> bool:
+    _register()
+    _save_to(path, {"optim": _sgd(ENTRIES[entry])})
+    optimizer = _sgd(None)
+    asyncckpt.load(path, {"optim": optimizer})
+    (state,), (parameter,) = optimizer.state.values(), optimizer.param_groups[0]["params"]
+    expected = ENTRIES[entry](parameter.to_local().detach())
+    return type(state["m"]) is type(expected) and same(state["m"], expected)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_states_that_are_not_sharded_like_an_empty_parameter_come_back_as_they_were(entry: str, tmp_path: Path) -> None:
+    assert rank_processes.run(3, _resume_sgd, str(tmp_path / "c"), entry) == [True] * 3
+
+
+def _uneven(rank: int, value: float) -> dict[Any, Any]:
+    """Return a state as of an optimizer, with numbers of parameters: two rows on three ranks."""
+    first, end = _rows(rank, 2)
+    moment = _dtensor(torch.full((end - first, 8), value), _mesh(), 2)
+    return {"state": {0: {"m": moment}}, "param_groups": [{"params": [0]}]}
+
+
+def _save_uneven_later(rank: int, path: str, endpoint: str) -> None:
+    with asyncckpt.AsyncCheckpointer(endpoint=endpoint, fsync=False) as checkpointer:
+        for n in range(2):  # the second without a meeting
+            state = {"x": torch.ones(2), **({"optim": _uneven(rank, 3.0)} if n else {})}
+            checkpointer.save(state, os.path.join(path, f"{n}")).written.result(60)
+
+
+def _load_uneven(rank: int, path: str) -> bool:
+    new = asyncckpt.load(path)["optim"]["state"][0]["m"]
+    target = {"optim": _uneven(rank, 0.0)}
+    asyncckpt.load(path, target)
+    held = target["optim"]["state"][0]["m"]._local_tensor
+    return torch.equal(new, torch.full((2, 8), 3.0)) and bool((held == 3.0).all())
+
+
+def test_empty_shards_of_plain_tensors_are_stored_as_before_also_without_a_meeting(
+    tmp_path: Path, shared_worker: real_worker.RealWorker
+) -> None:
+    rank_processes.run(3, _save_uneven_later, str(tmp_path), shared_worker.endpoint)
+    assert rank_processes.run(3, _load_uneven, str(tmp_path / "1")) == [True] * 3
