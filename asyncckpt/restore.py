@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncckpt.basics.failpoints import reach
 from asyncckpt.basics.paths import checkpoint_path
-from asyncckpt.basics.seen_saves import note_seen
+from asyncckpt.basics.seen_saves import newest_seen, note_seen
 from asyncckpt.basics.urls import parent_of
 from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
@@ -225,7 +225,7 @@ def restore_first(
             return merged_candidates(directory, candidates(directory), source, endpoint)
 
         tried = ranks.same_candidates(directory, look_at_both, timeout_s)
-        _note_seen(directory, tried)
+        _note_seen(directory, tried, ranks)
         reach("restore: candidates listed")
         for candidate in tried:
             loaded, broken = _tried(candidate, reader, retry_state, state_dict, options, ranks)
@@ -240,12 +240,16 @@ def restore_first(
     raise _none_left(directory, skipped, is_touched=bool(retry_state.touched))
 
 
-def _note_seen(directory: str, tried: Sequence[Candidate]) -> None:
-    """Record on each rank, whose next saves must have the same epoch, what there is to restore from."""
+def _note_seen(directory: str, tried: Sequence[Candidate], ranks: Ranks) -> None:
+    """Record on each rank, whose next saves must have the same epoch, what there is to restore from.
+
+    Rank 0 may have found more than the candidates: a manager lists all steps to restore one.
+    """
     places = {directory, *(parent_of(one.path) for one in tried)}
     if any(os.path.basename(one.path) == os.path.basename(directory) for one in tried):  # `directory` is a checkpoint
         places.add(parent_of(directory))
     note_seen(places, (one.save_id for one in tried if one.save_id is not None))
+    note_seen(places, filter(None, ranks.from_rank_0(lambda: [newest_seen(*places) or None])))
 
 
 def _tried(

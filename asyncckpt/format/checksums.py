@@ -19,6 +19,10 @@ OBJECT_BLOCK_NBYTES = 32 * 1024
 a divisor of `BLOCK_NBYTES`. Files on disks keep the larger blocks: they are read quickly, indexes stay small, and
 xxhash 4.1 releases the GIL only for more than 64 KiB (docs/adr/0062)."""
 
+SMALL_BLOCKS_NBYTES = 8 << 30
+"""Ranks with longer files have the larger blocks also there: their checksums would take more than 10 MB of the worker's
+memory, and parts of tensors in them are long. Chosen."""
+
 DIGEST_NBYTES = 8
 """Bytes of one block's checksum: xxh3_64, little endian, seed 0."""
 
@@ -32,14 +36,16 @@ class Buffer(Protocol):
     def __len__(self) -> int: ...
 
 
-def block_nbytes_at(path: str, mirror: str = "") -> int:
-    """Return how many bytes a block of a new checkpoint has.
+def block_nbytes_at(path: str, mirror: str = "", nbytes: int = 0) -> int:
+    """Return how many bytes a block of a rank's new shard files has.
 
     Args:
-        path: Its path or URL.
+        path: Path or URL of the checkpoint.
         mirror: Path or URL that it is copied to; "": none.
+        nbytes: Length of all shard files of the rank.
     """
-    return OBJECT_BLOCK_NBYTES if is_object_url(path) or is_object_url(mirror) else BLOCK_NBYTES
+    is_there = is_object_url(path) or is_object_url(mirror)
+    return OBJECT_BLOCK_NBYTES if is_there and nbytes <= SMALL_BLOCKS_NBYTES else BLOCK_NBYTES
 
 
 def block_count(nbytes: int, block_nbytes: int) -> int:

@@ -241,11 +241,9 @@ def decode_manifest(data: bytes, path: str = "") -> Manifest:
         raw = unsealed(data, path)
         _check_fields(raw, {"state": str})
         if raw["state"] == STATE_ABANDONED:
-            raise CheckpointNotCommittedError(
-                f"{path} holds a save that was begun, never committed, and given up by a clean-up; load another "
-                "checkpoint",
-                path=path,
-            )
+            what = "a save that was begun, never committed, and given up by a clean-up"
+            what = "what is left of a checkpoint that was removed" if raw.get("was_committed") is True else what
+            raise CheckpointNotCommittedError(f"{path} holds {what}; load another checkpoint", path=path)
         if raw["state"] != STATE_COMMITTED:
             raise ValueError(f"field `state` is {raw['state']!r}, expected {STATE_COMMITTED!r} or {STATE_ABANDONED!r}")
         return _checked_manifest(raw)

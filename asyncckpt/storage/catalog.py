@@ -62,6 +62,12 @@ CLOCK_EPOCH_S = 600.0
 """Seconds in which `epoch_by_clock` becomes one larger. Chosen: restarts are rarely closer together, so that counting
 on from it does not overtake the clock; and `MAX_CLOCK_EPOCH` is reached in 2042."""
 
+OLD_TOMBSTONE_S = 3600.0
+"""In an object store, where each removed checkpoint leaves a tombstone, older ones are not read for an epoch: the clock
+gives a larger one than their saves had. Chosen: much longer than `CLOCK_EPOCH_S`."""
+
+NS_PER_S = 1e9
+
 MAX_CLOCK_EPOCH = 900_000
 """The largest epoch that the clock may give, which leaves 99,999 for counting if it is wrong."""
 
@@ -355,6 +361,10 @@ def _largest_epoch(directory: str, store: Store) -> int:
     """Return the largest epoch in the manifest, tombstone and file names of a directory; 0 if there is none."""
     try:
         names = store.names(directory)
+        if _is_bare_tombstone(directory, names, store):
+            age_s = time.time() - store.stat(os.path.join(directory, MANIFEST_NAME)).mtime_ns / NS_PER_S
+            tombstone = None if age_s > OLD_TOMBSTONE_S else tombstone_if_readable(directory, store)
+            return 0 if tombstone is None else tombstone.save_id.epoch
         epochs = [owner.epoch for name in names if (owner := owner_of(name)) is not None]
         if MANIFEST_NAME in names:
             epochs.append(read_manifest(directory, store).save_id.epoch)

@@ -25,7 +25,7 @@ from asyncckpt.errors import CommitUnknownError
 from asyncckpt.format.checksums import file_checksum
 from asyncckpt.format.dcp import MetadataTemplates
 from asyncckpt.format.index import decode_index
-from asyncckpt.format.manifest import DcpRecord, Manifest, Tombstone, encode_manifest
+from asyncckpt.format.manifest import DcpRecord, Manifest, RankRecord, Tombstone, encode_manifest
 from asyncckpt.format.names import (
     DCP_METADATA_NAME,
     MANIFEST_NAME,
@@ -49,7 +49,7 @@ from asyncckpt.storage.checkpoint_dir import (
 )
 from asyncckpt.storage.files import await_seen
 from asyncckpt.storage.rank_writer import RankResult
-from asyncckpt.storage.store import Store, UnknownOutcomeError, exclusively
+from asyncckpt.storage.store import Store, UnknownOutcomeError, exclusively, for_each
 
 LOCK_TIMEOUT_S = 30.0
 """Timeout of the directory's lock. A holder needs it only while it flushes a few directories. Chosen, not measured."""
@@ -123,11 +123,12 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
         CorruptCheckpointError, UnsupportedFormatError: An index does not decode.
     """
     store = store.listed(path)
-    for record in manifest.ranks:
+
+    def check(record: RankRecord) -> None:
         index_path = os.path.join(path, record.index_name)
         data = await_seen(
             functools.partial(store.read_whole, index_path, record.index_nbytes),
-            lambda found, nbytes=record.index_nbytes: len(found) == nbytes,  # type: ignore[misc]
+            lambda found: len(found) == record.index_nbytes,
         )
         if len(data) != record.index_nbytes or file_checksum(data) != record.index_checksum:
             raise OSError(errno.EIO, "the index differs from what was written", index_path)
@@ -143,6 +144,8 @@ def check_rank_files(path: str, manifest: Manifest, *, store: Store) -> None:
             )
             if not found.is_object or found.nbytes != nbytes:
                 raise OSError(errno.EIO, f"{found.nbytes} bytes long, {nbytes} were written", file)
+
+    for_each(store, check, manifest.ranks)
 
 
 def publish(

@@ -163,7 +163,8 @@ class RankWriter:
         self._history = history if request.reuse else None
         self._store = store_over(files, umask=request.umask)
         self._write_s = 0.0
-        self.block_nbytes, aligned = block_nbytes_at(request.path, request.mirror), is_page_aligned(image)
+        nbytes, aligned = sum(part.nbytes for part in request.parts), is_page_aligned(image)
+        self.block_nbytes = block_nbytes_at(request.path, request.mirror, nbytes)
         self.shards = [
             self._store.shard_writer(
                 os.path.join(request.path, shard_name(self.save_id, request.rank, part, request.layout)),

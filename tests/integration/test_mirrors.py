@@ -508,7 +508,7 @@ def test_a_mirror_that_takes_nothing_costs_no_save_and_no_time(
             assert asyncckpt.latest_checkpoint(tmp_path / way) == str(tmp_path / way / f"step-{n_saves - 1}")
             assert names(tmp_path / way) >= {f"step-{step}" for step in range(n_saves)}
         print(seconds)
-        assert seconds["mirror"][0] < 2.0 + DEADLINE_S / 4, "the first save asks it for its runs, for two seconds"
+        assert seconds["mirror"][0] < seconds["none"][0] + 1.0, "the first save asks it for nothing"
         assert statistics.median(seconds["mirror"][1:]) < statistics.median(seconds["none"][1:]) + 0.25
 
 

@@ -564,12 +564,16 @@ def test_what_a_prune_asks_for_does_not_grow_with_what_was_removed_before(
 
 
 @pytest.mark.usefixtures("no_clock")
-def test_what_stays_of_a_removed_checkpoint_counts_as_before(objects: ObjectStore, tmp_path: Path) -> None:
+def test_what_stays_of_a_removed_checkpoint_counts_as_before_unless_it_is_old(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (early,) = ids(1)
     manifest = begun(objects, "s3://bucket/run/early", early, tmp_path)
     for name, save_id in (("early", early), ("late", SaveId(7, 1, RUN))):
         write_tombstone(f"s3://bucket/run/{name}", save_id, objects, package="test", replaces=None)
     assert next_epoch_beside("s3://bucket/run/new", objects) == 8
+    monkeypatch.setattr("asyncckpt.storage.catalog.OLD_TOMBSTONE_S", -1.0)
+    assert next_epoch_beside("s3://bucket/run/new", objects) == early.epoch + 1, "whose files are there"
     with pytest.raises(CheckpointExistsError, match="given up"):
         publish("s3://bucket/run/early", manifest, store=objects)
     assert prune("s3://bucket/run", objects, RetentionPolicy(max_to_keep=1), package="test", dead_after_s=0.0) == []
