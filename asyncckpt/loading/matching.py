@@ -71,7 +71,7 @@ from asyncckpt.loading.target_tensors import (
     placements_of,
     target_tensor,
 )
-from asyncckpt.loading.targets import Targets, is_empty_object, is_loadable, reusable_state_tensors, unwrap_per_rank
+from asyncckpt.loading.targets import Targets, is_empty_object, is_loadable, reuse_state_tensors, unwrap_per_rank
 from asyncckpt.per_rank import PerRank
 from asyncckpt.state_dict.composite_tensors import decompose, new_dtensor_like
 from asyncckpt.state_dict.flatten import PLAIN_TENSORS, Flattened, flatten
@@ -641,10 +641,8 @@ class _Matcher:
         if isinstance(holder, torch.optim.Optimizer):  # it moves its state to its parameters' devices
             params = [param for group in holder.param_groups for param in group["params"]]
             matches.without_memory += [(fqn, param) for param in params if why_no_memory(param) is not None]
-        reused = reusable_state_tensors(holder, new.node, saved.tensors, self._fits, self._composite_like)
-        reused.tensors.update(matches.reused.tensors)
-        matches.reused.tensors.update(reused.tensors)
-        matches.reused.composites.update(reused.composites)
+        # IMPORTANT: one `Reused` for all optimizers. A component that two of them share must be filled in both.
+        reuse_state_tensors(matches.reused, holder, new.node, saved.tensors, self._fits, self._composite_like)
         owner = (id(value), None) if module is None else module.owner_of(module.name_of(fqn))
         self._record_owner(owner, fqn, new.node)
 

@@ -731,7 +731,7 @@ def refuse_incompatible_shards(
     more = f" (and {len(keys) - 1} more tensors)" if len(keys) > 1 else ""
     raise PerRankUnavailableError(
         f"{contents.path}: the shards of {part.fqn!r}, a {part.kind}, cannot be joined: {why}{more}; nothing was "
-        f"changed. Load it with {len(contents.ranks)} ranks, each into its own shard as it was saved, or {otherwise}",
+        f"changed. Load it with {len(contents.ranks)} ranks, each into the shard that it wrote, or {otherwise}",
         path=contents.path,
         keys=keys,
         saved=len(contents.ranks),

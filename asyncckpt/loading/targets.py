@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from asyncckpt.distributed.process_group import has_other_ranks
+from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.state_tree import COMPOSITE, TENSOR, Node, Path, fqn_of, members, python_keys, whole_leaves
 from asyncckpt.loading.module_targets import ModuleTarget, ReplacedEntry, state_load_error, takes_strict
 from asyncckpt.loading.target_tensors import Reused, TargetTensor, shares_own_memory, storages_of, target_tensor
@@ -448,38 +449,38 @@ MakeLike = Callable[[torch.Tensor, Node, Mapping[int, TargetTensor]], "torch.Ten
 parameter; None: the saved one is not sharded."""
 
 
-def reusable_state_tensors(
-    holder: Any, node: Node, saved: Sequence[SavedTensor], fits: Fits, make_like: MakeLike
-) -> Reused:
-    """Return the existing tensors that tensors of an optimizer's saved state are read into.
+def reuse_state_tensors(
+    reused: Reused, holder: Any, node: Node, saved: Sequence[SavedTensor], fits: Fits, make_like: MakeLike
+) -> None:
+    """Record into which existing tensors those of an optimizer's saved state are read.
 
     The tensors of an optimizer that has a state are filled in place, which saves the memory of a second state. An
     optimizer without a state gets a new one. Its tensors for sharded parameters must be sharded in the same way, so
     they are made here.
 
+    They have the saved shape and dtype. Tensors that share memory with a parameter or another entry are left out.
+
     Args:
-        holder: The object that takes the state. The result is empty unless it is an optimizer.
+        reused: What is recorded already, also of other optimizers; what is found is added.
+        holder: The object that takes the state. Nothing is recorded unless it is an optimizer.
         node: Its saved state.
         saved: The tensors of the checkpoint, by number.
         fits: Compares composite tensors.
         make_like: Makes composite tensors.
 
-    Returns:
-        Tensors of the saved shape and dtype. Tensors that share memory with a parameter or another entry are left out.
-
     Raises:
+        UnsupportedLeafError: A component is shared with a tensor that is sharded differently.
         AsyncCkptError: As from `make_like`.
     """
-    reused = Reused({}, {})
     if not isinstance(holder, torch.optim.Optimizer):
-        return reused
+        return
     try:
         state = holder.state_dict() if may_call_state_dict(holder) else {}
         flat = flatten(state, is_target=True)
         found = [(path, one, _value_at(state, path)) for path, one in whole_leaves(flat.tree) if one[0] in _TENSORS]
         own = _unaliased_tensors(holder, found)
     except Exception:  # raised by the optimizer's code; it gets a new state
-        return reused
+        return
     parameters = [p for group in holder.param_groups for p in group["params"]]
     for path, one in whole_leaves(node):
         mine, value = own.get(path, (None, None))
@@ -489,9 +490,13 @@ def reusable_state_tensors(
             if is_alike and _reuse_composite(reused, one, value, saved):
                 continue
             made = None if parameter is None else make_like(parameter, one, reused.tensors)
-            if made is not None:
-                is_filled = _reuse_composite(reused, one, made, saved)
-                assert is_filled, "as `make_like` has checked"
+            if made is not None and not _reuse_composite(reused, one, made, saved):
+                raise UnsupportedLeafError(
+                    f"a component of {fqn_of(path)!r}, a {one[3]}, is shared with another tensor, which is sharded "
+                    "differently; nothing was changed. Load it with as many ranks as saved it",
+                    leaf=fqn_of(path),
+                    type_name=str(one[3]),
+                )
         elif mine is not None and mine[0] == one[0] == TENSOR:
             target = target_tensor(value, "")
             if target.takes(saved[one[1]]):
@@ -500,7 +505,6 @@ def reusable_state_tensors(
             like = _sharded_like(parameter, saved[one[1]])
             if like is not None:
                 reused.tensors.setdefault(one[1], like)
-    return reused
 
 
 def _parameter_at(path: Path, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -180,6 +180,36 @@ def test_ranks_without_elements_resume_an_optimizer(saved: int, n: int, is_share
         assert rank_processes.run(n, _load_optimizer, path, has_state, is_shared) == [True] * n
 
 
+def _save_two_optimizers(rank: int, path: str) -> None:
+    table = torch.arange(16.0)
+    optimizers = [_optimizer(table), _optimizer(table)]
+    for optimizer in optimizers:
+        optimizer.step()
+    _save_to(path, dict(zip("ab", optimizers, strict=True)))
+
+
+def _load_two_optimizers(rank: int, path: str, has_state: bool) -> bool:
+    _register()
+    optimizers = [_optimizer(), _optimizer()]
+    for optimizer in optimizers if has_state else ():
+        optimizer.step()
+        for state in optimizer.state.values():
+            for part in parts(state["m"]._local_tensor):
+                part.fill_(7)
+    asyncckpt.load(path, dict(zip("ab", optimizers, strict=True)))
+    states = [state["m"]._local_tensor for optimizer in optimizers for state in optimizer.state.values()]
+    tables = [table for one in states for table in parts(one)[2:]]
+    return bool(tables) and all(torch.equal(table, torch.arange(16.0)) for table in tables)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_component_that_two_optimizers_share_is_filled_in_both(n: int, has_state: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    rank_processes.run(2, _save_two_optimizers, path)
+    assert rank_processes.run(n, _load_two_optimizers, path, has_state) == [True] * n
+
+
 def _mixed(rank: int) -> Any:
     """Return the part of a tensor of 5 rows: ranks 0 and 1 have two of them, as `Blocks`; rank 2 has a plain one."""
     return _dtensor(blocks(rank, (2, 8)) if rank < 2 else torch.ones(1, 8), _mesh(), 5)
