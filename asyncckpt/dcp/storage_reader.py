@@ -377,7 +377,7 @@ class StorageReader(TorchStorageReader):
         Raises:
             CorruptCheckpointError: Stored bytes differ from those that were saved.
             MissingKeysError, LeafTypeMismatchError, ShapeMismatchError: The plan does not match the checkpoint.
-            PerRankUnavailableError: Ranks have stored parts of a subclass in a DTensor that do not fit together.
+            PerRankUnavailableError: Shards of a subclass in a DTensor cannot be joined.
             PickledLeafError: AsyncCheckpointer pickled a leaf, and unpickling is not allowed.
             UnsupportedLeafError: A target is a tensor subclass whose elements are not in its memory.
             RanksDisagreeError: The coordinator has found another save; found out only now if the planner creates or

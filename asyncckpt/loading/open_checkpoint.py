@@ -133,7 +133,7 @@ class OpenCheckpoint:
             MissingKeysError: There is no tensor of this name.
             LeafTypeMismatchError: It is an object.
             PerRankUnavailableError: It belongs to other ranks; use their stored names. Or it is a component of a
-                subclass in a DTensor, and several ranks have stored parts that do not fit together.
+                subclass in a DTensor, and its shards cannot be joined.
             ConfigError: `slices` or `threads` are invalid.
             CorruptCheckpointError: The files differ from what was saved.
             SnapshotUnavailableError: The snapshot is in memory, and its trainer has used the memory for another save;

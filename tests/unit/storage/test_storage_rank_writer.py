@@ -249,7 +249,7 @@ def test_an_image_without_the_save_id_is_refused(tmp_path: Path) -> None:
 
 def test_a_part_that_reaches_beyond_the_image_is_refused(tmp_path: Path) -> None:
     with Snapshot({"a": 100}) as snapshot, pytest.raises(OSError):
-        snapshot.write(str(tmp_path), parts=((4096, 1 << 30),))
+        snapshot.write(str(tmp_path), parts=(PartRange(4096, 1 << 30),))
     assert names_in(tmp_path) == []
 
 
