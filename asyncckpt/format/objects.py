@@ -341,12 +341,17 @@ def sharded_names(raw: Any) -> frozenset[str] | None:
     return None if sharded is None else frozenset(str(pair[0]) for pair in _pairs(sharded))
 
 
-def context_digest(raw: Any) -> bytes:
-    """Return the digest of the context in the JSON form of the object of an "s" node (format/SPEC.md section 4).
+def context_digest(raw: Any, components: Iterable[str]) -> bytes:
+    """Return the digest of the context and the components of a sharded tensor (format/SPEC.md section 4).
 
     Devices and the order of the members of dicts and sets do not count: they differ between ranks that are equal.
+
+    Args:
+        raw: JSON form of the object of the tensor's "s" node.
+        components: The names of its components.
     """
-    return block_digest(_compact(_comparable(_member(raw, "context"))).encode())
+    found = _comparable(_member(raw, "context")), sorted(components), sorted(sharded_names(raw) or ())
+    return block_digest(_compact(found).encode())
 
 
 _compact = partial(json.dumps, separators=(",", ":"))

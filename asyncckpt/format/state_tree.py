@@ -23,8 +23,9 @@ of its leaves.
 An "s" node is a tensor subclass with `__tensor_flatten__`, or a sparse, quantized or jagged tensor. Its members are its
 component tensors by name: nodes "T" or "s". `kind` is one of `TENSOR_KINDS`, or the name of the class, with its module.
 It is data: nothing is imported because a file has it. Object number n has what else is needed to rebuild the tensor.
-The digest, of 8 bytes, is that of the context in this object (`objects.context_digest`). It is only in files, and not
-in all: only what has been sharded has one. Ranks whose digests differ have stored parts that make no whole tensor.
+The digest, of 8 bytes, is that of the context in this object and of the names of the components
+(`objects.context_digest`). It is only in files, and not in all: only what has been sharded has one. Ranks whose digests
+differ have stored parts that make no whole tensor.
 
 Strings and integers are keys as they are. Other keys are a `TypedKey`, because 1, 1.0 and True are equal in Python, in
 dicts and in paths; as `TypedKey` they differ. On disk a typed key is an array that begins with the tag

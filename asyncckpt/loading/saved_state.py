@@ -667,7 +667,7 @@ def find_incompatible_shards(
             others = {other for other, box in stored if find_overlap([box, (offsets, sizes)]) is not None}
             if others & part.ranks:
                 names = _ranks_text(sorted(others & part.ranks))
-                why = f"rank {rank} has saved it with another class, or another context of the class, than {names}"
+                why = f"rank {rank} has saved it with another class, context or components than {names}"
                 refused.append((part, why))
         elif tensor in own and rank != reader_rank:
             own = (tensor,)

@@ -59,12 +59,12 @@ class _KnownStructure(NamedTuple):
     """What is known of a plan's structure.
 
     Attributes:
-        numbers: Numbers of the objects of its composite tensors.
+        components: By number of the object of each of its composite tensors, the names of the tensor's components.
         objects: These objects in JSON, of the latest save.
         encoded: The structure with the digests of their contexts.
     """
 
-    numbers: Sequence[int]
+    components: Mapping[int, tuple[str, ...]]
     objects: Sequence[Any]
     encoded: bytes
 
@@ -85,14 +85,14 @@ class ContextDigests:
         if known is None:
             if len(self._known) >= MAX_STRUCTURES:
                 self._known.clear()
-            numbers = dict.fromkeys(node[2] for _, node in composite_nodes(plan.signature[0]))
-            known = self._known[plain] = _KnownStructure(tuple(numbers), [], plain)
-        objects = [leaves[n] for n in known.numbers]
+            components = {node[2]: node[1][::2] for _, node in composite_nodes(plan.signature[0])}
+            known = self._known[plain] = _KnownStructure(components, [], plain)
+        objects = [leaves[n] for n in known.components]
         if objects != known.objects:
-            found = zip(known.numbers, objects, strict=True)
-            digests = {n: context_digest(raw) for n, raw in found if sharded_names(raw)}
+            found = zip(known.components.items(), objects, strict=True)
+            digests = {n: context_digest(raw, names) for (n, names), raw in found if sharded_names(raw)}
             encoded = encoded_with_digests(plain, digests) if digests else plain
-            known = self._known[plain] = _KnownStructure(known.numbers, objects, encoded)
+            known = self._known[plain] = _KnownStructure(known.components, objects, encoded)
         return known.encoded
 
 

@@ -44,10 +44,27 @@ class OwnScale(Sample):
         return OwnScale(self.codes.narrow(dim, start, end - start), self.scale, self.made_on)
 
 
+class MaybeScaled(Sample):
+    """Codes with a scale, or with none."""
+
+    components = ("codes", "scale")
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes"] if self.scale is None else ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: Any, context: Any, size: Any, stride: Any) -> MaybeScaled:
+        return cls(tensors["codes"], tensors.get("scale"))
+
+    def changed(self, change: Any) -> MaybeScaled:
+        return MaybeScaled(change(self.codes), None if self.scale is None else change(self.scale))
+
+    def slice(self, dim: int, start: int, end: int) -> MaybeScaled:
+        return MaybeScaled(self.codes.narrow(dim, start, end - start), self.scale)
+
+
 NAME = f"{Scaled.__module__}.Scaled"
-UNLIKE = (
-    rf"'f', a {NAME}, cannot be joined: rank 0 has saved it with another class, or another context of the class, than"
-)
+UNLIKE = rf"'f', a {NAME}, cannot be joined: rank 0 has saved it with another class, context or components than"
 
 
 def _codes(seed: int) -> torch.Tensor:
@@ -60,6 +77,10 @@ def _scaled(codes: torch.Tensor, scale: float) -> Scaled:
 
 def _own_scale(codes: torch.Tensor, scale: float) -> OwnScale:
     return OwnScale(codes.clone(), torch.tensor(scale), torch.device("cuda", dist.get_rank()))
+
+
+def _maybe_scaled(codes: torch.Tensor, scale: float) -> MaybeScaled:
+    return MaybeScaled(codes.clone(), torch.tensor(scale) if scale else None)
 
 
 def _placed(seed: int, scale: float, placements: str = "rows", make: Any = _scaled, mesh: Any = None) -> Any:
@@ -107,8 +128,8 @@ def _load_in_place(
 
 
 def _load_new(rank: int, path: str) -> str:
-    asyncckpt.register_subclass(Scaled)
-    asyncckpt.register_subclass(OwnScale)
+    for kind in (Scaled, OwnScale, MaybeScaled):
+        asyncckpt.register_subclass(kind)
     assert asyncckpt.load(path, keys="x")["x"].tolist() == [1, 1, 1]
     with pytest.raises(PerRankUnavailableError) as caught:
         asyncckpt.load(path)
@@ -137,7 +158,7 @@ def test_parts_with_unlike_contexts_make_no_new_tensor(unlike: str) -> None:
     _matches(UNLIKE, rank_processes.run(1, _load_new, unlike)[0])
     own, other = rank_processes.run(2, _load_new, unlike)
     _matches(UNLIKE, own)
-    _matches("rank 1 has saved it with another class, or another context of the class, than rank 0", other)
+    _matches("rank 1 has saved it with another class, context or components than rank 0", other)
 
 
 @pytest.mark.parametrize("reads", ["each", "broadcast"])
@@ -264,6 +285,17 @@ def test_an_uncut_component_of_each_rank_is_not_joined_with_parts_of_others(tmp_
         asyncckpt.convert(path, tmp_path / "t.pt", to="torch")
 
 
+@pytest.mark.parametrize("scales", [[2.0, 0.0], [0.0, 2.0]])
+def test_parts_with_unlike_components_are_not_joined(scales: list[float], tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    rank_processes.run(2, _save_scales, path, scales, "rows", _maybe_scaled)
+    assert rank_processes.run(2, _load_in_place, path, scales, "rows", _maybe_scaled) == ["True", "True"]
+    found = rank_processes.run(1, _load_new, path) + rank_processes.run(2, _load_new, path)
+    found += rank_processes.run(1, _load_in_place, path, scales, "rows", _maybe_scaled)
+    for one in found:
+        _matches("'f', a .*MaybeScaled, cannot be joined: rank . has saved it with another class", one)
+
+
 # ---- What differs and does not matter
 
 
@@ -367,7 +399,7 @@ def test_files_without_digests_are_read_as_before(tmp_path: Path) -> None:
 def _save_often(rank: int, path: str, endpoint: str) -> list[int]:
     """Save three times, then with another context and again. Returns how often contexts were digested so far."""
     calls, counts, digest = [], [], save_request.context_digest
-    save_request.context_digest = lambda raw: (calls.append(raw), digest(raw))[1]
+    save_request.context_digest = lambda raw, names: (calls.append(raw), digest(raw, names))[1]
     f = _placed(0, 1.0)
     with asyncckpt.AsyncCheckpointer(endpoint=endpoint, fsync=False) as checkpointer:
         for n, scale in enumerate([1.0, 1.0, 1.0, 2.0, 2.0]):

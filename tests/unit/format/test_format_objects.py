@@ -284,24 +284,35 @@ def _device(name: str) -> Opaque:
     return Opaque("torch.device", name)
 
 
+def _digest(raw: Any, names: tuple[str, ...] = ("codes", "scale")) -> bytes:
+    return context_digest(raw, names)
+
+
 def test_a_digest_is_that_of_the_context_and_stays_what_it_is() -> None:
-    found = context_digest(_described({"scale": 1.0, "blocks": (4, 4)}))
-    assert found == context_digest(_described({"blocks": (4, 4), "scale": 1.0}, size=[6, 8], sharded={}))
-    assert found.hex() == "8cc1e26cd4d8a17c"
+    found = _digest(_described({"scale": 1.0, "blocks": (4, 4)}))
+    assert found == _digest(_described({"blocks": (4, 4), "scale": 1.0}, size=[6, 8], sharded={"codes": {1: 0}}))
+    assert found.hex() == "310439667ee60d02"
+
+
+def test_the_names_of_the_components_count_and_not_their_order() -> None:
+    raw, others = _described(1), [_described(1, sharded={"scale": {0: 0}}), _described(1, sharded={})]
+    found = [_digest(raw), _digest(raw, ("codes",)), *map(_digest, others)]
+    assert len(set(found)) == len(found)
+    assert _digest(raw) == _digest(raw, ("scale", "codes"))
 
 
 @pytest.mark.parametrize("nested", [lambda v: v, lambda v: [1, (v,)], lambda v: {"a": {"b": v}}, lambda v: {1: [v]}])
 def test_devices_do_not_count_and_everything_else_does(nested: Any) -> None:
-    one, other = (context_digest(_described(nested(_device(f"cuda:{n}")))) for n in range(2))
+    one, other = (_digest(_described(nested(_device(f"cuda:{n}")))) for n in range(2))
     assert one == other
     values = [_device("cuda:0"), "cuda:0", 1, 1.5, True, None, [], (), {}, b"1", float("nan"), {"x"}, frozenset("x")]
-    assert len({context_digest(_described(nested(value))) for value in values}) == len(values)
+    assert len({_digest(_described(nested(value))) for value in values}) == len(values)
 
 
 def test_the_order_of_a_set_does_not_count() -> None:
     raw = _described({"names": {"a", "b", "c"}, "kinds": frozenset({1, 2})})
     again = json.loads(json.dumps(raw).replace('"a"', '"?"').replace('"c"', '"a"').replace('"?"', '"c"'))
-    assert context_digest(raw) == context_digest(again)
+    assert _digest(raw) == _digest(again)
 
 
 def test_the_sharded_components_of_any_json_are_names_or_none() -> None:
