@@ -60,12 +60,12 @@ class _KnownStructure(NamedTuple):
 
     Attributes:
         components: By number of the object of each of its composite tensors, the names of the tensor's components.
-        objects: These objects in JSON, of the latest save.
+        text: JSON text of these objects, of the latest save.
         encoded: The structure with the digests of their contexts.
     """
 
     components: Mapping[int, tuple[str, ...]]
-    objects: Sequence[Any]
+    text: str
     encoded: bytes
 
 
@@ -86,13 +86,14 @@ class ContextDigests:
             if len(self._known) >= MAX_STRUCTURES:
                 self._known.clear()
             components = {node[2]: node[1][::2] for _, node in composite_nodes(plan.signature[0])}
-            known = self._known[plain] = _KnownStructure(components, [], plain)
+            known = self._known[plain] = _KnownStructure(components, "", plain)
         objects = [leaves[n] for n in known.components]
-        if objects != known.objects:
+        text = json.dumps(objects)  # the values are not enough: 1, 1.0 and True are equal
+        if text != known.text:
             found = zip(known.components.items(), objects, strict=True)
             digests = {n: context_digest(raw, names) for (n, names), raw in found if sharded_names(raw)}
             encoded = encoded_with_digests(plain, digests) if digests else plain
-            known = self._known[plain] = _KnownStructure(known.components, objects, encoded)
+            known = self._known[plain] = _KnownStructure(known.components, text, encoded)
         return known.encoded
 
 

@@ -396,6 +396,25 @@ def test_files_without_digests_are_read_as_before(tmp_path: Path) -> None:
 # ---- Saves
 
 
+def _save_each(rank: int, path: str, scales: list[Any]) -> None:
+    f = _placed(0, scales[0])
+    with asyncckpt.SyncCheckpointer(fsync=False) as checkpointer:
+        for n, f._local_tensor.scale in enumerate(scales):
+            checkpointer.save({"f": f}, f"{path}/{n}")
+
+
+def _digests(path: Path) -> list[bytes | None]:
+    """Return the digests in a checkpoint, by rank."""
+    contents = read_contents(str(path), Files())
+    return [context_digest_of(node) for rank in contents.ranks for _, node in composite_nodes(rank.structure.tree)]
+
+
+def test_a_context_that_is_equal_and_of_another_type_is_digested_again(tmp_path: Path) -> None:
+    scales = [1, 1.0, True, 0.0, -0.0]
+    rank_processes.run(2, _save_each, str(tmp_path), scales)
+    assert len({tuple(_digests(tmp_path / str(n))) for n in range(len(scales))}) == len(scales)
+
+
 def _save_often(rank: int, path: str, endpoint: str) -> list[int]:
     """Save three times, then with another context and again. Returns how often contexts were digested so far."""
     calls, counts, digest = [], [], save_request.context_digest
@@ -413,9 +432,5 @@ def _save_often(rank: int, path: str, endpoint: str) -> list[int]:
 def test_a_context_is_digested_again_only_when_it_has_changed(shared_worker: RealWorker, tmp_path: Path) -> None:
     found = rank_processes.run(2, _save_often, str(tmp_path), shared_worker.endpoint)
     assert found == [[1, 1, 1, 2, 2]] * 2
-    _, middle, _, last, _ = (read_contents(str(tmp_path / str(n)), Files()) for n in range(5))
-    nodes = [
-        node for found in (middle, last) for rank in found.ranks for _, node in composite_nodes(rank.structure.tree)
-    ]
-    digests = list(map(context_digest_of, nodes))
+    digests = [*_digests(tmp_path / "1"), *_digests(tmp_path / "3")]
     assert digests[0] == digests[1] != digests[2] == digests[3] and None not in digests
