@@ -62,7 +62,7 @@ class Outline:
     per_rank: list[str] = field(default_factory=list)
     lost_metadata: list[str] = field(default_factory=list)
     became_dicts: list[str] = field(default_factory=list)
-    doubtful_components: Mapping[str, DoubtfulComponent] = field(default_factory=dict)
+    doubtful_components: Mapping[str, Sequence[DoubtfulComponent]] = field(default_factory=dict)
 
     def leaves(self) -> list[tuple[str, Node]]:
         """Return (FQN, leaf node) of all leaves in order."""

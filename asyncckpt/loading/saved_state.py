@@ -85,9 +85,9 @@ class DoubtfulComponent(NamedTuple):
         kind: Its kind.
         described_at: (rank, number) of its object in the tree that is read.
         component: Name of the component.
-        ranks: Ranks that have stored elements of its components, and have another class or context there than this
-            rank.
-        own: Those of its components of which each rank has stored its own; that of this rank.
+        ranks: Ranks that have stored elements of the component, and have another class, context or components of the
+            composite tensor than this rank.
+        own: Those of its components of which ranks have stored their own; that of this rank.
     """
 
     fqn: str
@@ -130,7 +130,7 @@ class SavedTree:
         self._contents = contents
         self._first_objects: list[int] = []
         self._first_with_tree: dict[int, int] = {}
-        self._kinds: dict[int, dict[str, tuple[str, bytes]]] = {}
+        self._kinds: dict[int, dict[str, dict[str, tuple[str, bytes]]]] = {}
         self._per_rank_names: dict[str, None] = {}
         self.unlike: set[str] = set()
         self.empty_parts: set[int] = set()
@@ -319,48 +319,54 @@ class SavedTree:
         return {name for fqn in self.other_ranks_only for name in (fqn, *prefixes(fqn))}
 
     @cached_property
-    def doubtful_components(self) -> dict[str, DoubtfulComponent]:
+    def doubtful_components(self) -> dict[str, list[DoubtfulComponent]]:
         """By stored name, the components that several ranks have stored, maybe of incompatible shards.
 
-        `find_incompatible_shards` decides: it takes the objects to know which are sharded, and the values to compare.
+        Composite tensors may share a component; it is in the list once for each of them. `find_incompatible_shards`
+        decides: it takes the objects to know which are sharded, and the values to compare.
         """
-        found: dict[str, DoubtfulComponent] = {}
+        first: dict[Node, str] = {}
         for path, node in composite_nodes(self.tree):
+            first.setdefault(node, fqn_of(path))
+        names = map(split_per_rank_name, self._numbers) if first else ()
+        of_ranks = {name[0] for name in names if name is not None}
+        found: dict[str, list[DoubtfulComponent]] = {}
+        for node, fqn in first.items():
             components = {str(at[0]): self.tensors[leaf[1]] for at, leaf in leaves(node)}
-            own = tuple(tensor for tensor in components.values() if split_per_rank_name(tensor.fqn) is not None)
-            ranks = self._unlike_ranks(node, components.values())
-            if ranks or own:
-                whole = DoubtfulComponent(fqn_of(path), node[3], self.object_at(node[2]), "", ranks, own)
-                found.update((tensor.fqn, whole._replace(component=name)) for name, tensor in components.items())
+            own = tuple(tensor for tensor in components.values() if _common_name(tensor.fqn) in of_ranks)
+            for name, tensor in components.items():
+                ranks = self._unlike_ranks(fqn, node, tensor)
+                if ranks or own:
+                    part = DoubtfulComponent(fqn, node[3], self.object_at(node[2]), name, ranks, own)
+                    found.setdefault(tensor.fqn, []).append(part)
         return found
 
-    def _unlike_ranks(self, node: Node, components: Iterable[SavedTensor]) -> frozenset[int]:
-        """Return the ranks that have stored elements of a composite tensor and have another class or context of it."""
+    def _unlike_ranks(self, fqn: str, node: Node, component: SavedTensor) -> frozenset[int]:
+        """Return the ranks that have stored elements of a component, and have not the same composite tensor."""
         digest, first = context_digest_of(node), self._first_with_tree
         if digest is None or self._are_trees_equal:
             return frozenset()
-        here = first[self.object_at(node[2])[0]]
-        alike = {None, (node[3], digest)}
-        return frozenset(
-            rank
-            for tensor in components
-            for rank, _ in tensor.chunks
-            if first[rank] != here and self._kinds_in(first[rank]).get(tensor.fqn) not in alike
-        )
+        here, unlike = first[self.object_at(node[2])[0]], set()
+        for rank in {rank for rank, _ in component.chunks if first[rank] != here}:
+            kinds = self._kinds_in(first[rank]).get(component.fqn, {})
+            if kinds and (node[3], digest) not in ([kinds[fqn]] if fqn in kinds else kinds.values()):
+                unlike.add(rank)
+        return frozenset(unlike)
 
-    def _kinds_in(self, rank: int) -> dict[str, tuple[str, bytes]]:
-        """Return kind and digest of each composite tensor in a rank's tree that has one, by components' stored names.
+    def _kinds_in(self, rank: int) -> dict[str, dict[str, tuple[str, bytes]]]:
+        """Return kind and digest of each composite tensor in a rank's tree that has one: stored name -> FQN -> these.
 
-        Ranks with equal trees have the same, except for the names of components of their own.
+        The stored names are those of the components; the FQNs those of the tensors that have the component. Ranks with
+        equal trees have the same, except for the names of components of their own.
         """
         if rank not in self._kinds:
-            structure = self._contents.ranks[rank].structure
-            self._kinds[rank] = {
-                structure.tensors[leaf[1]].fqn: (node[3], digest)
-                for _, node in composite_nodes(structure.tree)
-                if (digest := context_digest_of(node)) is not None
-                for _, leaf in leaves(node)
-            }
+            structure, found = self._contents.ranks[rank].structure, self._kinds.setdefault(rank, {})
+            for path, node in composite_nodes(structure.tree):
+                digest = context_digest_of(node)
+                if digest is None:
+                    continue
+                for _, leaf in leaves(node):
+                    found.setdefault(structure.tensors[leaf[1]].fqn, {})[fqn_of(path)] = (node[3], digest)
         return self._kinds[rank]
 
     def fqn_of_node(self, node: Node) -> str:
@@ -370,6 +376,11 @@ class SavedTree:
     def without_other_ranks(self, node: Node) -> Node:
         """Return `node`, a part of the tree, without members that stand for leaves of other ranks."""
         return _without_other_ranks(node) if self._per_rank_names else node
+
+
+def _common_name(stored: str) -> str:
+    own = split_per_rank_name(stored)
+    return stored if own is None else own[0]
 
 
 def kind_of(node: Node) -> str:
@@ -632,13 +643,20 @@ def per_rank_unavailable(
     )
 
 
+Incompatible = tuple[DoubtfulComponent, str]
+"""(component of which a reader would join incompatible shards, what differs)."""
+
+
 def find_incompatible_shards(
-    doubtful: Mapping[str, DoubtfulComponent], boxes: Iterable[SavedBox], reader: RankInfo, objects: SavedObjects
-) -> tuple[list[tuple[DoubtfulComponent, str]], list[Tie]]:
+    doubtful: Mapping[str, Sequence[DoubtfulComponent]],
+    boxes: Iterable[SavedBox],
+    reader: RankInfo,
+    objects: SavedObjects,
+) -> tuple[list[Incompatible], dict[tuple[str, str], tuple[Tie, Incompatible]]]:
     """Find the sharded composite tensors of which a reader would join incompatible shards.
 
-    A shard of another rank is compatible if that rank had the same class and context, and equal components where they
-    were not sharded. Ranks that have stored no element of what is read do not count.
+    A shard of another rank is compatible if that rank had the same class, context and components, and equal components
+    where they were not sharded. Ranks that have stored no element of what is read do not count.
 
     Args:
         doubtful: `SavedTree.doubtful_components` of the tree that is read.
@@ -647,17 +665,16 @@ def find_incompatible_shards(
         objects: The objects of the checkpoint.
 
     Returns:
-        (component, what differs) of each that is incompatible; and pairs of unsharded components of two ranks whose
-        values must be equal, as ties under their stored names.
+        The incompatible ones; and by their stored names, pairs of unsharded components of two ranks whose values must
+        be equal, as ties, with what is incompatible if they are not.
     """
-    tensors, n_ranks = objects.contents.tensors, len(objects.contents.ranks)
+    contents, n_ranks = objects.contents, len(objects.contents.ranks)
     reader_rank = reader.rank if reader.world_size == n_ranks else None
-    refused: list[tuple[DoubtfulComponent, str]] = []
-    ties: dict[tuple[str, str], Tie] = {}
-    for tensor, offsets, sizes in boxes:
-        part = doubtful.get(tensor.fqn)
-        if part is None:
-            continue
+    refused: list[Incompatible] = []
+    ties: dict[tuple[str, str], tuple[Tie, Incompatible]] = {}
+    held: dict[int, set[str]] = {}
+    pairs = ((box, part) for box in boxes for part in doubtful.get(box[0].fqn, ()))
+    for (tensor, offsets, sizes), part in pairs:
         rank, number = part.described_at
         sharded, own, others = sharded_names(objects.raw(rank)[number]), part.own, set(range(n_ranks))
         if sharded is None:
@@ -674,16 +691,34 @@ def find_incompatible_shards(
         else:
             continue
         for mine in own:
-            name = mine.fqn.rpartition("@rank")[0]
+            name = _common_name(mine.fqn)
             for other in sorted(others - {rank}):
-                again = tensors.get(per_rank_name(name, other), mine)
-                if again[1:3] != mine[1:3]:
-                    refused.append((part, _uncut(name, rank, other)))
+                again = _held_by(contents, other, name, held)
+                if again is None and part.component not in sharded:
+                    continue
+                unequal = part, _uncut(name, rank, other)
+                if again is None or again[1:3] != mine[1:3]:
+                    refused.append(unequal)
                 elif again is not mine:
                     like = torch.empty(mine.global_shape, dtype=torch_dtype(mine.dtype), device="meta")
-                    shard = like, (0,) * like.dim()
-                    ties.setdefault((mine.fqn, again.fqn), Tie(mine.fqn, again.fqn, mine, again, [shard]))
-    return refused, list(ties.values())
+                    tie = Tie(mine.fqn, again.fqn, mine, again, [(like, (0,) * like.dim())])
+                    ties.setdefault((mine.fqn, again.fqn), (tie, unequal))
+    return refused, ties
+
+
+def _held_by(contents: Contents, rank: int, name: str, held: dict[int, set[str]]) -> SavedTensor | None:
+    """Return what a rank had under the FQN of an unsharded component: its own tensor, or the common one, or None.
+
+    Args:
+        contents: The checkpoint.
+        rank: The rank.
+        name: The FQN.
+        held: Cache of the names that ranks have.
+    """
+    own = contents.tensors.get(per_rank_name(name, rank))
+    if own is None and rank not in held:
+        held[rank] = {tensor.fqn for tensor in contents.ranks[rank].structure.tensors}
+    return contents.tensors[name] if own is None and name in held[rank] else own
 
 
 def _uncut(component: str, rank: int, other: int) -> str:
@@ -696,7 +731,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def refuse_incompatible_shards(
-    doubtful: Mapping[str, DoubtfulComponent],
+    doubtful: Mapping[str, Sequence[DoubtfulComponent]],
     boxes: Iterable[SavedBox],
     reader: RankInfo,
     objects: SavedObjects,
@@ -720,12 +755,12 @@ def refuse_incompatible_shards(
     contents = objects.contents
     refused, ties = find_incompatible_shards(doubtful, boxes, reader, objects)
     if not refused:
+        pairs = [tie for tie, _ in ties.values()]
         try:
-            Filler(contents, objects.files, threads=None, verify=verify, low_memory=True).check_ties(ties)
+            Filler(contents, objects.files, threads=None, verify=verify, low_memory=True).check_ties(pairs)
             return
         except AliasMismatchError as error:
-            (name, rank), (_, other) = (split_per_rank_name(fqn) or ("", 0) for fqn in (error.fqn, error.other_fqn))
-            refused = [(doubtful[error.fqn], _uncut(name, rank, other))]
+            refused = [ties[error.fqn, error.other_fqn][1]]
     part, why = refused[0]
     keys = list(dict.fromkeys(found.fqn for found, _ in refused))
     more = f" (and {len(keys) - 1} more tensors)" if len(keys) > 1 else ""

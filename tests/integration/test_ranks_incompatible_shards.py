@@ -63,6 +63,16 @@ class MaybeScaled(Sample):
         return MaybeScaled(self.codes.narrow(dim, start, end - start), self.scale)
 
 
+class Tabled(Sample):
+    """Codes with a table that is never cut."""
+
+    components = ("codes", "table")
+    context = ("scale",)
+
+    def slice(self, dim: int, start: int, end: int) -> Tabled:
+        return Tabled(self.codes.narrow(dim, start, end - start), self.table, self.scale)
+
+
 NAME = f"{Scaled.__module__}.Scaled"
 UNLIKE = rf"'f', a {NAME}, cannot be joined: rank 0 has saved it with another class, context or components than"
 
@@ -127,9 +137,13 @@ def _load_in_place(
     return _loaded(rank, path, scales, placements, make, redundant_reads=reads)
 
 
-def _load_new(rank: int, path: str) -> str:
-    for kind in (Scaled, OwnScale, MaybeScaled):
+def _register() -> None:
+    for kind in (Scaled, OwnScale, MaybeScaled, Tabled):
         asyncckpt.register_subclass(kind)
+
+
+def _load_new(rank: int, path: str) -> str:
+    _register()
     assert asyncckpt.load(path, keys="x")["x"].tolist() == [1, 1, 1]
     with pytest.raises(PerRankUnavailableError) as caught:
         asyncckpt.load(path)
@@ -296,7 +310,95 @@ def test_parts_with_unlike_components_are_not_joined(scales: list[float], tmp_pa
         _matches("'f', a .*MaybeScaled, cannot be joined: rank . has saved it with another class", one)
 
 
+def _save_a_scale_later(rank: int, path: str, scales: list[float], endpoint: str) -> None:
+    """Rank 1 has no scale when the ranks meet first."""
+    with asyncckpt.AsyncCheckpointer(endpoint=endpoint, fsync=False) as checkpointer:
+        for n, scale in enumerate([0.0 if rank else scales[0], scales[rank]]):
+            f = _placed(n - 1, scale, make=_maybe_scaled)
+            checkpointer.save({"f": f, "x": torch.ones(3)}, f"{path}{n}").written.result(60)
+
+
+def _load_one(rank: int, path: str) -> tuple[bool, float]:
+    _register()
+    found = asyncckpt.load(path)["f"]
+    return torch.equal(found.codes, _codes(0)), found.scale.item()
+
+
+@pytest.mark.parametrize("scale", [2.0, 9.0])
+def test_a_component_of_one_rank_is_compared_with_what_another_rank_has_for_all(
+    scale: float, shared_worker: RealWorker, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "c")
+    rank_processes.run(2, _save_a_scale_later, path, [2.0, scale], shared_worker.endpoint)
+    for rank in range(2):
+        with asyncckpt.open_checkpoint(path + "1", rank_info=RankInfo(rank, 2)) as opened:
+            assert opened.tensors["f.scale"].stored_name == ["f.scale", "f.scale@rank1"][rank]
+            if scale == 2:
+                assert torch.equal(opened.tensor("f.codes"), _codes(0))
+                continue
+            with pytest.raises(PerRankUnavailableError, match=r"'f\.scale', which is not sharded, differs between"):
+                opened.tensor("f.codes")
+    if scale == 2:
+        assert rank_processes.run(1, _load_one, path + "1") == [(True, 2.0)]
+    else:
+        _matches("'f.scale', which is not sharded,", rank_processes.run(1, _load_new, path + "1")[0])
+
+
+def _sharing_codes(rank: int, order: str) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    first = _placed(0, 1.0 + rank)
+    local = OwnScale(first._local_tensor.codes, torch.tensor(1.0), None)
+    other = DTensor.from_local(
+        local, first.device_mesh, first.placements, run_check=False, shape=first.shape, stride=first.stride()
+    )
+    found = dict(zip(order, (first, other), strict=True))
+    return {name: found[name] for name in "ab"}
+
+
+def _save_sharing_codes(rank: int, path: str, order: str) -> None:
+    _save(path, {**_sharing_codes(rank, order), "x": torch.ones(3)})
+
+
+def _load_sharing_codes(rank: int, path: str, order: str) -> bool:
+    target = {**_sharing_codes(rank, order), "x": torch.zeros(3)}
+    target["a"]._local_tensor.codes.zero_()
+    asyncckpt.load(path, target)
+    return all(same(target[name]._local_tensor, was._local_tensor) for name, was in _sharing_codes(rank, order).items())
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_unlike_parts_are_not_joined_if_another_tensor_has_the_same_codes(order: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    rank_processes.run(2, _save_sharing_codes, path, order)
+    with asyncckpt.open_checkpoint(path) as opened:
+        assert opened.tensors["b.codes"].stored_name == "a.codes"
+    _matches(f"{order[0]!r}, a {NAME}, cannot be joined: rank 0", rank_processes.run(1, _load_new, path)[0])
+    assert rank_processes.run(2, _load_sharing_codes, path, order) == [True, True]
+
+
 # ---- What differs and does not matter
+
+
+def _save_sharing_a_table(rank: int, path: str) -> None:
+    table = torch.arange(16.0)
+    state = {name: _placed(n, 1.0 + n, make=lambda *one: Tabled(one[0], table, one[1])) for n, name in enumerate("ab")}
+    _save(path, {**state, "x": torch.ones(3), **({} if rank else {"large": torch.ones(4096)})})
+
+
+def _load_sharing_a_table(rank: int, path: str) -> bool:
+    _register()
+    found = asyncckpt.load(path)
+    parts = [Tabled(_codes(n), torch.arange(16.0), 1.0 + n) for n in range(2)]
+    return found["a"].table is found["b"].table and same([found["a"], found["b"]], parts)
+
+
+def test_tensors_with_unlike_contexts_may_share_a_table(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    rank_processes.run(2, _save_sharing_a_table, path)
+    with asyncckpt.open_checkpoint(path) as opened:
+        assert [rank for rank, _ in opened._contents.tensors["a.table"].chunks] == [1]
+    assert rank_processes.run(1, _load_sharing_a_table, path) == [True]
 
 
 def _load_whole(rank: int, path: str, make: Any) -> bool:
