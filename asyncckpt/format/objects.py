@@ -22,7 +22,7 @@ from asyncckpt.errors import CorruptCheckpointError, UnsupportedFormatError, Uns
 from asyncckpt.format.checksums import block_digest
 from asyncckpt.format.manifest import check_version, list_of
 from asyncckpt.format.names import SaveId
-from asyncckpt.format.state_tree import SHARDED, checked_hashes, is_maxlen, is_text
+from asyncckpt.format.state_tree import OFFSETS, SHARDED, checked_hashes, is_maxlen, is_text
 
 _NUMBERS = {
     **{"|b1": "?", "|i1": "b", "|u1": "B", "<i2": "h", "<u2": "H", "<i4": "i", "<u4": "I", "<i8": "q", "<u8": "Q"},
@@ -341,6 +341,15 @@ def sharded_names(raw: Any) -> frozenset[str] | None:
     return None if sharded is None else frozenset(str(pair[0]) for pair in _pairs(sharded))
 
 
+def part_offsets(raw: Any) -> Any:
+    """Return where the part of a rank begins that belongs to that rank only; None: it fits together with others.
+
+    Args:
+        raw: JSON form of the object of an "s" node.
+    """
+    return _member(raw, OFFSETS)
+
+
 def context_digest(raw: Any, components: Iterable[str]) -> bytes:
     """Return the digest of the context and the components of a sharded tensor (format/SPEC.md section 4).
 
@@ -350,8 +359,8 @@ def context_digest(raw: Any, components: Iterable[str]) -> bytes:
         raw: JSON form of the object of the tensor's "s" node.
         components: The names of its components.
     """
-    found = _comparable(_member(raw, "context")), sorted(components), sorted(sharded_names(raw) or ())
-    return block_digest(_compact(found).encode())
+    names = sorted(components), sorted(sharded_names(raw) or ())
+    return block_digest(_compact((_comparable(_member(raw, "context")), *names, part_offsets(raw))).encode())
 
 
 _compact = partial(json.dumps, separators=(",", ":"))

@@ -243,6 +243,10 @@ TENSOR_KINDS = (
 SHARDED = "sharded"
 """Member of the object of an "s" node that was sharded: the names of the components that were cut with it."""
 
+OFFSETS = "offsets"
+"""Member of the same object: where the rank's part begins, if of the other components it is not known that they are
+whole."""
+
 MAX_KIND_CHARS = 1024
 """Most characters of the name of a class. Chosen, not measured."""
 

@@ -31,7 +31,7 @@ from asyncckpt.errors import (
 )
 from asyncckpt.format.manifest import PLANNER_KEY
 from asyncckpt.format.names import per_rank_name, split_per_rank_name
-from asyncckpt.format.objects import sharded_names
+from asyncckpt.format.objects import part_offsets, sharded_names
 from asyncckpt.format.state_tree import (
     ARRAY,
     BYTES,
@@ -676,7 +676,8 @@ def find_incompatible_shards(
     pairs = ((box, part) for box in boxes for part in doubtful.get(box[0].fqn, ()))
     for (tensor, offsets, sizes), part in pairs:
         rank, number = part.described_at
-        sharded, own, others = sharded_names(objects.raw(rank)[number]), part.own, set(range(n_ranks))
+        raw = objects.raw(rank)[number]
+        sharded, own, others = sharded_names(raw), part.own, set(range(n_ranks))
         if sharded is None:
             continue
         if part.component in sharded:
@@ -685,6 +686,8 @@ def find_incompatible_shards(
             if others & part.ranks:
                 names = _ranks_text(sorted(others & part.ranks))
                 why = f"rank {rank} has saved it with another class, context or components than {names}"
+                if part_offsets(raw) is not None:
+                    why = f"of rank {rank} it is not known which components are sharded: the class has no slice there"
                 refused.append((part, why))
         elif tensor in own and rank != reader_rank:
             own = (tensor,)

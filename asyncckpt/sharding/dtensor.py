@@ -99,12 +99,12 @@ Slice = Callable[[torch.Tensor, int, int], "Mapping[str, torch.Tensor] | None"]
 
 def sharded_components(
     value: Any, local: torch.Tensor, components: Mapping[str, torch.Tensor], context: str, slice_of: Slice
-) -> dict[str, ShardedComponent]:
+) -> tuple[dict[str, ShardedComponent], tuple[int, ...] | None]:
     """Return the components of the local tensor of a DTensor that are sharded with it. All others belong to this rank.
 
     A component is sharded if it is cut when the local tensor is cut: a slice of half the length has half of it. If the
-    class has no slices, a component is taken to be sharded that has the length of the local tensor in each dimension
-    that is sharded.
+    class has no slices, or the local tensor has one row only, a component is taken to be sharded that has the length of
+    the local tensor in each dimension that is sharded. Of the others it is then not known whether they are cut.
 
     Args:
         value: The DTensor.
@@ -112,6 +112,10 @@ def sharded_components(
         components: The components of the local tensor by name.
         context: Its context as text: with another one, other components may be cut.
         slice_of: Returns the components of a slice of it.
+
+    Returns:
+        The components that are sharded; and where this rank's part of the tensor begins, if of another component it is
+        not known that it is whole.
 
     Raises:
         UnsupportedLeafError: A placement is partial or strided, or the local tensor is not one box of the whole.
@@ -129,11 +133,12 @@ def sharded_components(
         raise _wrong_shape(value, local)
     shapes = tuple((name, component.shape) for name, component in components.items())
     key = (type(local), context, shape, position.grid, position.coordinate, shapes)
-    places = _component_places.get(key)
-    if places is None:
+    known = _component_places.get(key)
+    if known is None:
         if len(_component_places) >= MAX_GRIDS:
             _component_places.clear()
-        places = _component_places[key] = _places(local, components, shape, boxes[0], position, slice_of)
+        known = _component_places[key] = _places(local, components, shape, boxes[0], position, slice_of)
+    places, are_others_whole = known
     of_mesh = zip(position.coordinate, grid.placements, strict=True)
     is_first = not any(at for at, placement in of_mesh if not placement)
     found = {}
@@ -144,13 +149,13 @@ def sharded_components(
         found[name] = ShardedComponent(
             Sharded(tensor.dtype, global_shape, (shard,), own_grid, "DTensor", is_written), dims
         )
-    return found
+    return found, None if are_others_whole else boxes[0][0]
 
 
 _Place = tuple[tuple[int, ...], tuple[int, ...], "Grid | None", Mapping[int, int]]
-_component_places: dict[Any, dict[str, _Place]] = {}
-"""(global shape, offsets, grid, `ShardedComponent.dims`) of the sharded components, by what they depend on: slicing
-calls code of the class."""
+_component_places: dict[Any, tuple[dict[str, _Place], bool]] = {}
+"""(global shape, offsets, grid, `ShardedComponent.dims`) of the sharded components, and whether all others are known to
+be whole, by what they depend on: slicing calls code of the class."""
 
 
 def _places(
@@ -160,13 +165,16 @@ def _places(
     box: Box,
     position: MeshPosition,
     slice_of: Slice,
-) -> dict[str, _Place]:
+) -> tuple[dict[str, _Place], bool]:
     placements = position.grid.placements
     dims = sorted({placement[0] for placement in placements if placement})
     moved: dict[str, dict[int, int]] = {name: {} for name in components}  # dimension of the whole -> of the component
+    whole = set(components)
     for d in dims:
         length, part = _part_of(local, d, slice_of)
         for name, tensor in components.items():
+            if tensor.dim() and (part is None or tensor.shape != part[name].shape):
+                whole.discard(name)
             if part is None:
                 if tensor.dim() == local.dim() and tensor.shape[d] == local.shape[d]:
                     moved[name][d] = d
@@ -183,7 +191,7 @@ def _places(
             assert position.coordinate is not None
             is_grid = grid.boxes(place[0], position.coordinate) == ((place[1], tuple(components[name].shape)),)
             found[name] = (*place, _grids.setdefault(grid, grid) if is_grid else None, dim_of)
-    return found
+    return found, not local.numel() or whole.union(found) == set(components)
 
 
 def _part_of(local: torch.Tensor, dim: int, slice_of: Slice) -> tuple[int, Mapping[str, torch.Tensor] | None]:

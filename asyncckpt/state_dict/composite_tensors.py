@@ -21,7 +21,7 @@ import torch
 
 from asyncckpt.errors import UnsupportedLeafError
 from asyncckpt.format.objects import MAX_NESTING
-from asyncckpt.format.state_tree import MAX_KIND_CHARS, SHARDED, TENSOR_KINDS
+from asyncckpt.format.state_tree import MAX_KIND_CHARS, OFFSETS, SHARDED, TENSOR_KINDS
 from asyncckpt.sharding.dtensor import mesh_position_of, sharded_components
 from asyncckpt.sharding.registry import is_dtensor
 from asyncckpt.sharding.shard_types import ShardedComponent
@@ -202,9 +202,12 @@ def _of_dtensor(value: Any) -> Composite | None:
         return None
     if found.kind in TENSOR_KINDS or any(decompose(tensor) is not None for tensor in found.tensors.values()):
         raise _refused(value, f"its local tensor is a {found.kind}; only subclasses of plain tensors are stored there")
-    sharded = sharded_components(value, local, found.tensors, repr(found.rest["context"]), _slice_of)
+    context = repr(found.rest["context"])
+    sharded, offsets = sharded_components(value, local, found.tensors, context, _slice_of)
     rest = {**found.rest, "size": list(value.shape), "stride": list(value.stride())}
     rest[SHARDED] = {name: dict(component.dims) for name, component in sharded.items()}
+    if offsets is not None:
+        rest[OFFSETS] = list(offsets)
     return Composite(found.kind, {**found.tensors, **sharded}, rest, found.types)
 
 

@@ -73,6 +73,16 @@ class Tabled(Sample):
         return Tabled(self.codes.narrow(dim, start, end - start), self.table, self.scale)
 
 
+class RowScaled(Sample):
+    """Codes with a scale for each row."""
+
+    components = ("codes", "scale")
+
+    def slice(self, dim: int, start: int, end: int) -> RowScaled:
+        codes = self.codes.narrow(dim, start, end - start)
+        return RowScaled(codes, self.scale if dim else self.scale[start:end])
+
+
 NAME = f"{Scaled.__module__}.Scaled"
 UNLIKE = rf"'f', a {NAME}, cannot be joined: rank 0 has saved it with another class, context or components than"
 
@@ -91,6 +101,10 @@ def _own_scale(codes: torch.Tensor, scale: float) -> OwnScale:
 
 def _maybe_scaled(codes: torch.Tensor, scale: float) -> MaybeScaled:
     return MaybeScaled(codes.clone(), torch.tensor(scale) if scale else None)
+
+
+def _row_scaled(codes: torch.Tensor, scale: float) -> RowScaled:
+    return RowScaled(codes.clone(), torch.full(codes.shape[:1], scale))
 
 
 def _placed(seed: int, scale: float, placements: str = "rows", make: Any = _scaled, mesh: Any = None) -> Any:
@@ -138,7 +152,7 @@ def _load_in_place(
 
 
 def _register() -> None:
-    for kind in (Scaled, OwnScale, MaybeScaled, Tabled):
+    for kind in (Scaled, OwnScale, MaybeScaled, Tabled, RowScaled):
         asyncckpt.register_subclass(kind)
 
 
@@ -377,7 +391,31 @@ def test_unlike_parts_are_not_joined_if_another_tensor_has_the_same_codes(order:
     assert rank_processes.run(2, _load_sharing_codes, path, order) == [True, True]
 
 
+@pytest.mark.parametrize("placements", ["rows", "hsdp"])
+def test_parts_that_are_too_small_to_know_how_they_are_cut_are_each_ranks_own(placements: str, tmp_path: Path) -> None:
+    path, n = str(tmp_path / "c"), 4 if placements == "hsdp" else 2
+    scales = [1.0] * n
+    rank_processes.run(n, _with_two_rows, _save_scales, path, scales, placements, _row_scaled)
+    found = rank_processes.run(n, _with_two_rows, _load_in_place, path, scales, placements, _row_scaled)
+    assert found == ["True"] * n
+    for one in rank_processes.run(1, _load_new, path) + rank_processes.run(n, _load_new, path):
+        _matches("'f', a .*RowScaled, .*: of rank . it is not known which components are sharded", one)
+
+
 # ---- What differs and does not matter
+
+
+def _load_two_rows(rank: int, path: str) -> bool:
+    _register()
+    found = asyncckpt.load(path)["f"]
+    return torch.equal(found.codes, _codes(0)) and bool((found.scale == 1.0).all())
+
+
+@pytest.mark.parametrize(("make", "placements"), [(_own_scale, "rows"), (_row_scaled, "columns"), (_row_scaled, "all")])
+def test_small_parts_are_joined_if_it_is_known_how_they_are_cut(make: Any, placements: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    rank_processes.run(2, _with_two_rows, _save_scales, path, [1.0, 1.0], placements, make)
+    assert rank_processes.run(1, _with_two_rows, _load_two_rows, path) == [True]
 
 
 def _save_sharing_a_table(rank: int, path: str) -> None:
