@@ -252,6 +252,17 @@ def test_a_rank_without_rows_resumes_with_the_others(name: str, shape: tuple[int
         assert errors == [""] and same(_joined(loaded), _joined(saved[:2]))
 
 
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamWFp8"])
+def test_ranks_of_one_row_resume_and_their_rows_are_not_joined(name: str, tmp_path: pathlib.Path) -> None:
+    path, shape = str(tmp_path / "c"), (2, 4096)
+    errors, saved, ends = _run_sharded(2, name, path, "save", shape)
+    assert errors == ["", ""] and all(len(one["0.weight.exp_avg"][1]) > 1 for one in saved), "it is quantized"
+    for first in ("load", "load with state"):
+        assert same(_run_sharded(2, name, path, first, shape), (["", ""], saved, ends)), first
+    with pytest.raises(asyncckpt.errors.PerRankUnavailableError, match=r"'optim.state.0.exp_avg', a .*, cannot be"):
+        asyncckpt.load(path)
+
+
 def test_shards_of_which_some_are_too_small_to_be_quantized_are_refused_on_all_ranks(tmp_path: pathlib.Path) -> None:
     path = str(tmp_path / "c")
     # ranks 0 and 1 have 43 rows of 128, 21.5 blocks of 256; rank 2 has 42, 21 blocks
