@@ -362,8 +362,9 @@ def _largest_epoch(directory: str, store: Store) -> int:
     try:
         names = store.names(directory)
         if _is_bare_tombstone(directory, names, store):
-            age_s = time.time() - store.stat(os.path.join(directory, MANIFEST_NAME)).mtime_ns / NS_PER_S
-            tombstone = None if age_s > OLD_TOMBSTONE_S else tombstone_if_readable(directory, store)
+            written_ns = store.stat(os.path.join(directory, MANIFEST_NAME)).mtime_ns  # 0: unknown
+            is_old = written_ns > 0 and time.time() - written_ns / NS_PER_S > OLD_TOMBSTONE_S
+            tombstone = None if is_old else tombstone_if_readable(directory, store)
             return 0 if tombstone is None else tombstone.save_id.epoch
         epochs = [owner.epoch for name in names if (owner := owner_of(name)) is not None]
         if MANIFEST_NAME in names:
