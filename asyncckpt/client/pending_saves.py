@@ -366,6 +366,12 @@ class Withdrawals:
         for save in saves:
             self.add(save, "the worker that had it was lost")
 
+    @property
+    def has_unanswered(self) -> bool:
+        """Whether a withdrawal was not answered: the worker may not know of it yet."""
+        with self._lock:
+            return bool(self._open)
+
     def resend(self) -> None:
         """Send everything again that was not answered: there is another session."""
         with self._lock:

@@ -443,6 +443,11 @@ class WorkerClient(CheckpointProcess):
             self._pending.withdraw(save_id)
             self.pool.give_up(save_id)
 
+    @property
+    def has_unanswered_withdrawals(self) -> bool:
+        """Whether the worker may not know yet that this rank has withdrawn from a save."""
+        return self._withdrawals.has_unanswered
+
     def decline(self, save_id: SaveId, path: str, reason: str, *, skipped: bool = False) -> None:
         """Clean up after a failed `save()`: withdraw it if it was begun, and tell the other ranks not to wait.
 

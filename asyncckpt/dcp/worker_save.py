@@ -127,7 +127,8 @@ class WorkerSaves:
     ) -> list[SaveTask] | None:
         """Return the tasks of all ranks, in the order of their plans. Called on the coordinator.
 
-        Waits first for an earlier save to the same path that is being committed, if `finish` was interrupted (Ctrl-C).
+        Waits first until the worker has ended a save that failed; and for an earlier save to the same path that is
+        being committed, if `finish` was interrupted (Ctrl-C).
 
         Returns:
             The tasks. None: not every rank has a worker, so the ranks have to write the files themselves.
@@ -137,7 +138,8 @@ class WorkerSaves:
             OSError: The path cannot be read.
             AsyncCkptError: An endpoint was given, and the workers of several nodes cannot be connected.
 
-        Blocks: while that earlier save is committed, up to `commit_timeout_s`.
+        Blocks: for the end of a failed save, up to `worker_timeout_s`; while an earlier save is committed, up to
+            `commit_timeout_s`.
         """
         world_size = len(plans)
         found = {**received_worker_infos(), own.rank: own}
@@ -210,6 +212,8 @@ class WorkerSaves:
         future.result(0)
 
     def _await_earlier(self, path: str) -> None:
+        """Wait until the worker knows the end of earlier saves: another rank may use their path before it does."""
+        self._session_here().await_withdrawals(self._config.worker_timeout_s)
         if self._handed_over is not None and self._handed_over[1] == path and self._session is not None:
             self._session.await_end(self._handed_over[0], self._config.commit_timeout_s)
 

@@ -313,6 +313,12 @@ class WorkerSession:
         while self._process is not None and self._process.is_pending(save_id) and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
+    def await_withdrawals(self, timeout_s: float) -> None:
+        """Wait until the worker has ended the saves from which this rank has withdrawn; at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while self._process is not None and self._process.has_unanswered_withdrawals and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
     def leave(self, timeout_s: float, *, at_exit: bool) -> None:
         """Close the connection. `at_exit`: the interpreter is ending."""
         if self._process is not None and not self.is_inherited:

@@ -2,10 +2,9 @@
 
 Two checkpointers save in turn, one with a mirror and one without, each with a worker of its own. The mirror is a
 directory in whose place there is a file. After `seconds` the file is removed: `mirrored` is how many copies were
-completed then, and `caught_up_s` how long that took. `in_order` is whether the oldest always came first; a copy that
-has failed five times lets others pass, so that after long they come as they are tried again. `save_s` is the median of
-the calls, and `extra_s` the median of how much more a save with a mirror cost the training than the one before, as in
-`mirror`.
+completed then, and `caught_up_s` how long that took. `in_order` is whether the oldest always came first. `save_s` is
+the median of the calls, and `extra_s` the median of how much more a save with a mirror cost the training than the one
+before, as in `mirror`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 import asyncckpt
+from asyncckpt.client.pending_saves import Withdrawals
 from asyncckpt.dcp import StorageWriter
 from asyncckpt.dcp.worker_session import WorkerSession
 from asyncckpt.errors import WorkerUnavailableError
@@ -137,7 +139,19 @@ class FailingBeforeTheWrite(DefaultSavePlanner):
         raise ValueError("between the plan and the write")
 
 
-def save_where_the_coordinator_fails(rank: int, path: str, endpoint: str, same: bool) -> list[Any]:
+def say_late_that_a_save_has_failed() -> None:
+    """Send this process's withdrawals half a second late, as if the worker were busy."""
+    send = Withdrawals._send_withdraw
+
+    def send_late(self: Withdrawals, save: str, reason: str, skipped: bool) -> None:
+        threading.Timer(0.5, send, (self, save, reason, skipped)).start()
+
+    Withdrawals._send_withdraw = send_late  # type: ignore[method-assign]
+
+
+def save_where_the_coordinator_fails(rank: int, path: str, endpoint: str, same: bool, late: bool) -> list[Any]:
+    if late and rank == 0:
+        say_late_that_a_save_has_failed()
     writer = StorageWriter(path + "/c", endpoint=endpoint, slot_timeout_s=8.0)
     found = []
     for number in range(5):
@@ -153,12 +167,12 @@ def save_where_the_coordinator_fails(rank: int, path: str, endpoint: str, same: 
     return found
 
 
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize(("same", "late"), [(True, False), (False, False), (True, True)])
 def test_a_coordinator_that_fails_between_plan_and_write_ends_the_save_on_all_ranks(
-    tmp_path: Path, shared_worker: real_worker.RealWorker, same: bool
+    tmp_path: Path, shared_worker: real_worker.RealWorker, same: bool, late: bool
 ) -> None:
     failed = {0: "ValueError"}
-    args = str(tmp_path), shared_worker.endpoint, same
+    args = str(tmp_path), shared_worker.endpoint, same, late
     found = rank_processes.run(2, save_where_the_coordinator_fails, *args)
     assert found == [["saved", failed, failed, "saved", "saved"]] * 2
     assert torch.equal(asyncckpt.load(tmp_path / ("0" if same else "4"))["w1"], torch.full((1000,), 4.0))

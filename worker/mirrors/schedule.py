@@ -1,7 +1,10 @@
 """Copies of committed checkpoints to their mirrors: which one is next, and when a copy that has failed is tried again.
 
 Of the copies to one directory, one is under way at a time, the oldest save first; it is tried again until it is done.
-The worker of rank 0 copies. A worker that another rank asks only checks whether that has been done.
+One that fails again and again lets others pass, since the failure may concern only this checkpoint. If others fail too,
+the mirror is out of order, and a younger copy is tried only right after an older one has failed: so the oldest is the
+first again when the mirror is back. The worker of rank 0 copies. A worker that another rank asks only checks whether
+that has been done.
 
 The state is on disk: a checkpoint whose manifest names a mirror, and which has no mirror record, is still to be copied.
 So a worker that dies loses nothing: the next one that mirrors into the same directory scans it and continues.
@@ -9,7 +12,7 @@ So a worker that dies loses nothing: the next one that mirrors into the same dir
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +33,8 @@ LAST_PAUSE_S = 60.0
 """Pause before a copy is tried again: doubled with every try. Chosen, not measured."""
 
 MAX_BLOCKING_TRIES = 5
-"""Attempts during which newer copies to the same directory wait for this one. After that they proceed while it pauses,
-because the failure may concern only this checkpoint. Chosen.
+"""Attempts during which newer copies to the same directory wait for this one. After that they proceed while it pauses.
+Chosen.
 """
 
 CHECK_EVERY_S = 1.0
@@ -57,6 +60,7 @@ class MirrorCopy:
     Attributes:
         save_id: ID of the save.
         path, mirror: Directory of the checkpoint, and where it is copied to.
+        mirror_root: What holds the mirrors of this directory's checkpoints.
         since: When the checkpoint was committed, or found.
         is_ours: This worker copies. False: another one does, and this one checks whether it is done.
         step, nbytes: Step and size in the manifest; None: not known.
@@ -64,6 +68,7 @@ class MirrorCopy:
         tries: How often the copy, or the check, was started.
         retry_at: Time of the next try.
         error: Why the last try has failed.
+        is_suspect: It has failed since a copy to the same directory last succeeded.
         report: Figures of the try that has succeeded.
         asked_at: When a trainer last asked for it.
         storage: Options of object stores, of the session that saved it or that asks.
@@ -80,9 +85,18 @@ class MirrorCopy:
     tries: int = 0
     retry_at: float = 0.0
     error: Wire | None = None
+    is_suspect: bool = False
     report: Mapping[str, Any] = field(default_factory=dict)
     asked_at: float = 0.0
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
+    mirror_root: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mirror_root = parent_of(self.mirror)
+
+    def follows(self, other: MirrorCopy) -> bool:
+        """Whether `other` is older, and goes to the same directory."""
+        return other.mirror_root == self.mirror_root and other.save_id < self.save_id
 
     def is_forgotten(self, now: float) -> bool:
         """Whether this worker only checks it, and no trainer has asked for `FORGET_AFTER_S`."""
@@ -132,10 +146,9 @@ class MirrorRegistry:
 
         These are the copies that have failed, and those that no trainer asks for; a trainer that asks gives its own.
         """
-        mirror_parent = parent_of(newest.mirror)
         for copy in self._open.values() if newest.storage else ():
             is_left = copy.error is not None or self._t.now - copy.asked_at > FORGET_AFTER_S
-            if is_left and parent_of(copy.mirror) == mirror_parent:
+            if is_left and copy.mirror_root == newest.mirror_root:
                 copy.storage = newest.storage
 
     def ask(self, session: Session, m: Mirror) -> None:
@@ -196,21 +209,27 @@ class MirrorRegistry:
 
     # ---- which one is next
 
-    def _begin(self) -> None:
-        """Start the oldest copy to each directory, and each check, that is due."""
+    def _begin(self, failed: MirrorCopy | None = None) -> None:
+        """Start the oldest copy to each directory, and each check, that is due. `failed`: a copy that has just failed."""
         for copy in [one for one in self._open.values() if one.is_forgotten(self._t.now)]:
             del self._open[copy.save_id]
-        busy = {parent_of(copy.mirror) for copy in self._open.values() if copy.is_ours and copy.phase == COPYING}
+        busy = {copy.mirror_root for copy in self._open.values() if copy.is_ours and copy.phase == COPYING}
+        suspects = Counter(copy.mirror_root for copy in self._open.values() if copy.is_suspect)
+        has_older: set[str] = set()
         for copy in sorted(self._open.values(), key=lambda one: one.save_id):
             if copy.phase == COPYING:
                 continue
+            may_start = copy.retry_at <= self._t.now
             if copy.is_ours:
-                mirror_parent, is_searched = parent_of(copy.mirror), self._scans.get(parent_of(copy.path), True)
-                if mirror_parent in busy or not is_searched:  # older ones may be found
+                root = copy.mirror_root
+                if root in busy or not self._scans.get(parent_of(copy.path), True):  # older ones may be found
                     continue
-                if copy.retry_at <= self._t.now or copy.tries < MAX_BLOCKING_TRIES:
-                    busy.add(mirror_parent)  # also while it pauses: the oldest goes first
-            if copy.retry_at <= self._t.now:
+                if suspects[root] > 1 and root in has_older:
+                    may_start = may_start and failed is not None and copy.follows(failed)
+                has_older.add(root)
+                if may_start or copy.tries < MAX_BLOCKING_TRIES:
+                    busy.add(root)  # also while it pauses: the oldest goes first
+            if may_start:
                 copy.phase, copy.tries = COPYING, copy.tries + 1
                 self._t.actions.append(
                     CopyToMirror(
@@ -241,6 +260,7 @@ class MirrorRegistry:
             self._end(copy, DONE, None, event.report)
             copy.nbytes = event.report.get("nbytes", copy.nbytes)
             if copy.is_ours:
+                self._note_success(copy)
                 self._t.log("info", f"{what} is committed", save_id=copy.save_id, count="mirrored", **event.report)
         elif event.error is not None and event.is_final:
             self._end(copy, FAILED, event.error, {})
@@ -249,13 +269,21 @@ class MirrorRegistry:
                 self.new_failures.append(copy.save_id)
             self._t.log("error", text, save_id=copy.save_id, count="mirrors_failed")
         else:
-            copy.phase, copy.error = WAITING, event.error
+            copy.phase, copy.error, copy.is_suspect = WAITING, event.error, copy.is_ours
             pause_s = copy.pause_s()
             copy.retry_at = self._t.now + pause_s
             if event.error is not None:
                 text = f"{what} is tried again in {pause_s:g} s (try {copy.tries}): {event.error.get('text')}"
                 self._t.log("warning", text, save_id=copy.save_id, count="mirror_retries")
-        self._begin()
+        self._begin(copy if copy.is_suspect else None)
+
+    def _note_success(self, copy: MirrorCopy) -> None:
+        """If several copies to its directory have failed before, the mirror is back: try them again at once."""
+        failed = [one for one in self._open.values() if one.is_suspect and one.mirror_root == copy.mirror_root]
+        for one in failed:
+            one.is_suspect = False
+            if one.phase == WAITING and len(failed) + copy.is_suspect > 1:
+                one.retry_at = self._t.now
 
     def _end(self, copy: MirrorCopy, phase: str, error: Wire | None, report: Mapping[str, Any]) -> None:
         copy.phase, copy.error, copy.report = phase, error, report

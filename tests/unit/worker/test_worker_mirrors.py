@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -165,6 +167,49 @@ def test_a_copy_that_fails_is_tried_again_with_growing_pauses_and_before_younger
     assert pauses == [min(LAST_PAUSE_S, FIRST_PAUSE_S * 2**n) for n in range(9)]
     (row,) = bench.core.report()["mirrors"]
     assert (row["phase"], row["tries"], row["error"]) == ("copying", 10, ERROR["text"])
+
+
+def run_copies(bench: Bench, *, until: float, fails: Callable[[SaveId], bool], every_s: float = 0.0) -> list[SaveId]:
+    """Let copies end at once until a time, and find another checkpoint every `every_s`; return those that are done."""
+    done: list[SaveId] = []
+    known, next_at = 0, bench.now
+
+    def end_copies() -> None:
+        while jobs := bench.of(ac.CopyToMirror):
+            (job,) = jobs
+            error = ERROR if fails(job.save_id) else None
+            done.extend([] if error else [job.save_id])
+            bench.feed(ev.Copied, save_id=job.save_id, error=error, is_done=error is None)
+
+    while bench.now < until:
+        bench.feed(ev.Tick)
+        end_copies()
+        if every_s and bench.now >= next_at:
+            scanned(bench, unmirrored(SaveId(0, known, "b" * 12), f"s3://bucket/run/{known}", f"/ckpt/{known}"))
+            known, next_at = known + 1, next_at + every_s
+            end_copies()
+        wakes = [
+            until,
+            *([next_at] if every_s else []),
+            *([] if bench.core.wakes_at is None else [bench.core.wakes_at]),
+        ]
+        bench.now = max(bench.now, min(wakes))
+    return done
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_once_a_mirror_is_back_the_oldest_comes_first_however_long_it_was_gone(bench: Bench, seed: int) -> None:
+    gone_s, every_s = (choose := random.Random(seed)).uniform(1, 4000), choose.choice([3.0, 60.0, 400.0])
+    assert not run_copies(bench, until=bench.now + gone_s, fails=lambda _: True, every_s=every_s)
+    left = [row["save_id"] for row in bench.core.report()["mirrors"]]
+    done = run_copies(bench, until=bench.now + LAST_PAUSE_S + 1, fails=lambda _: False)
+    assert left and done == sorted(done) and set(left) <= set(done), f"{seed=} {gone_s=} {every_s=}"
+
+
+def test_copies_that_fail_by_themselves_hold_no_others_up(bench: Bench) -> None:
+    bad = [SaveId(0, number, "b" * 12) for number in (0, 1, 7)]
+    done = run_copies(bench, until=bench.now + 3600, fails=lambda save_id: save_id in bad, every_s=10.0)
+    assert len(done) > 340 and done == sorted(done)
 
 
 def test_a_copy_that_cannot_succeed_fails_and_lets_the_next_one_go(bench: Bench) -> None:
