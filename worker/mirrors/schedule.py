@@ -210,7 +210,7 @@ class MirrorRegistry:
     # ---- which one is next
 
     def _begin(self, failed: MirrorCopy | None = None) -> None:
-        """Start the oldest copy to each directory, and each check, that is due. `failed`: a copy that has just failed."""
+        """Start what is due: the oldest copy to each directory, and checks. `failed`: a copy that has just failed."""
         for copy in [one for one in self._open.values() if one.is_forgotten(self._t.now)]:
             del self._open[copy.save_id]
         busy = {copy.mirror_root for copy in self._open.values() if copy.is_ours and copy.phase == COPYING}
