@@ -24,12 +24,12 @@ from asyncckpt.config import RankInfo
 from asyncckpt.distributed.checkpoint_vote import Broken, Ranks, ranks_that_restore
 from asyncckpt.distributed.meetings import Meeting
 from asyncckpt.distributed.process_group import find_rank_info
-from asyncckpt.errors import AsyncCkptError, ConfigError, NoSoundCheckpointError
+from asyncckpt.errors import ConfigError, NoSoundCheckpointError
 from asyncckpt.loading.load import DefaultReader
 from asyncckpt.loading.read_source import RetryState, check_source
 from asyncckpt.maintenance.quarantine import quarantine_checkpoint
 from asyncckpt.recall.newest import merged_candidates
-from asyncckpt.storage.catalog import Candidate, candidates_in, newest_first
+from asyncckpt.storage.catalog import Candidate, candidates_in, look_at_mirror, newest_first
 from asyncckpt.storage.locate import store_at, with_storage_options
 
 ARRIVE_TIMEOUT_S = 60.0
@@ -110,7 +110,7 @@ def restore_latest(
         strict: Whether keys that the target has and the checkpoint lacks are an error; False logs them.
         mirror: Directory or URL that holds the copies of these checkpoints. The newest of both places is loaded; where
             both have it, from `root`. A mirror that cannot be listed is an error if there is no checkpoint in `root`,
-            else it is logged.
+            else it is logged; so is one that does not answer for two minutes.
         quarantine: Rename broken checkpoints to `<name>.broken-<n>`, so that they are not listed any more: only if
             another one has been loaded, and only directories of asyncckpt.
         rank_info: RankInfo(0, 1) restores in this process alone; None: torch.distributed's rank, else that of
@@ -177,13 +177,7 @@ def finder(mirror: str | os.PathLike[str] | None) -> Callable[[str], list[Candid
 
 def _look_at_both(root: str, mirror: str) -> list[Candidate]:
     local = look(root)
-    try:
-        copies = look(mirror)
-    except (OSError, AsyncCkptError) as error:
-        if not local:
-            raise
-        _log.warning("the mirror %s cannot be listed, so only %s is looked at: %s", mirror, root, error)
-        return local
+    copies = look_at_mirror(partial(look, mirror), [], root=root, mirror=mirror, has_local=bool(local))
     return sorted([*local, *copies], key=newest_first, reverse=True)  # stable: of two with one ID the local one first
 
 

@@ -59,12 +59,12 @@ class AwaitedMirrors:
                 return _fail(snapshot, self._closed_by)
             self._awaited[str(snapshot.save_id)] = snapshot
             while len(self._awaited) > MAX_AWAITED:
-                dropped.append(self._awaited.popitem(last=False)[1])
+                dropped.append(self._awaited.pop(min(self._awaited)))  # the oldest: save IDs sort as text
         for old in dropped:
             _fail(old, AsyncCkptError(f"more than {MAX_AWAITED} checkpoints wait for their mirrors"))
 
     def ask(self) -> None:
-        """Ask the worker for the oldest copies, at most every `ASK_EVERY_S`. Does not wait."""
+        """Ask the worker for the next copies in turn, at most every `ASK_EVERY_S`. Does not wait."""
         now = time.monotonic()
         with self._lock:
             if now < self._ask_at:

@@ -24,7 +24,7 @@ from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best
 from asyncckpt.maintenance.retention import Score, Scores, Survey, abandoned_in, is_read_back, prune, survey
 from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, finder
-from asyncckpt.storage.catalog import Candidate
+from asyncckpt.storage.catalog import Candidate, look_at_mirror
 from asyncckpt.storage.locate import store_at
 from asyncckpt.storage.store import Store
 
@@ -443,13 +443,10 @@ class RootRetention:
             return Survey((), {})
         with self._lock:
             broken = self._broken_in(self._mirror)
-        try:
-            return survey(self._mirror, self._mirror_store, score=self._scores, broken=broken, links=True)
-        except (OSError, AsyncCkptError) as error:
-            if not has_local:
-                raise
-            _log.warning("the mirror %s cannot be listed, so only %s is searched: %s", self._mirror, self._root, error)
-            return Survey((), {})
+        find = functools.partial(
+            survey, self._mirror, self._mirror_store, score=self._scores, broken=broken, links=True
+        )
+        return look_at_mirror(find, Survey((), {}), root=self._root, mirror=self._mirror, has_local=has_local)
 
     def latest_step(self) -> int | None:
         """Return the step of the newest committed checkpoint, by lineage; None: there is none."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextvars
 import errno
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from asyncckpt.basics.paths import checkpoint_path
+from asyncckpt.basics.process_lifecycle import BackgroundThread
 from asyncckpt.basics.seen_saves import note_seen
 from asyncckpt.basics.urls import parent_of
 from asyncckpt.errors import (
@@ -70,6 +75,13 @@ NS_PER_S = 1e9
 
 MAX_CLOCK_EPOCH = 900_000
 """The largest epoch that the clock may give, which leaves 99,999 for counting if it is wrong."""
+
+MIRROR_LOOK_S = 120.0
+"""How long the listing of a mirror may take where the root has checkpoints. Chosen: an object store that does not answer
+fails by itself after one to two minutes.
+"""
+
+_Found = TypeVar("_Found")
 
 _log = logging.getLogger("asyncckpt")
 
@@ -475,23 +487,55 @@ def latest_checkpoint(
     Raises:
         UnsupportedPathError: `root` or `mirror` is not a path, or a URL whose store cannot be used (as `files_at`).
         ConfigError: The store does not take the options.
-        OSError: The directory exists and cannot be listed. If the mirror cannot be, that is only logged, unless `root`
-            has no checkpoint.
+        OSError: The directory exists and cannot be listed. If the mirror cannot be, or does not answer for two minutes,
+            that is only logged, unless `root` has no checkpoint.
     """
     with with_storage_options(storage_options):
         found = _committed_in(checkpoint_path(root))
         if mirror is not None:
             place = checkpoint_path(mirror)
-            try:
-                found += _committed_in(place)
-            except (OSError, AsyncCkptError) as error:
-                if not found:
-                    raise
-                _log.warning("the mirror %s cannot be listed, so only %s is searched: %s", place, root, error)
+            find = partial(_committed_in, place)
+            found += look_at_mirror(find, [], root=checkpoint_path(root), mirror=place, has_local=bool(found))
     places = {checkpoint_path(root), *(parent_of(path) for path, _ in found)}
     note_seen(places, (manifest.save_id for _, manifest in found))
     best = newest(found)  # the first one of two with one ID
     return best[0] if best else None
+
+
+def look_at_mirror(look: Callable[[], _Found], nothing: _Found, *, root: str, mirror: str, has_local: bool) -> _Found:
+    """Return what `look` finds in a mirror; `nothing` if it cannot be listed and the root has checkpoints.
+
+    Args:
+        look: Lists the mirror.
+        nothing: What is returned, after a warning, where it cannot be listed.
+        root, mirror: For the warning.
+        has_local: Whether the root has checkpoints.
+
+    Raises:
+        OSError, AsyncCkptError: The mirror cannot be listed, and the root has no checkpoints.
+
+    Blocks: up to `MIRROR_LOOK_S`; without a deadline if the root has no checkpoints.
+    """
+    if not has_local:
+        return look()
+    found: Future[_Found] = Future()
+    context = contextvars.copy_context()  # it has the storage options of this call
+
+    def run() -> None:
+        try:
+            found.set_result(context.run(look))
+        except BaseException as error:
+            found.set_exception(error)
+
+    # IMPORTANT: in a thread: a mount that hangs cannot be interrupted.
+    BackgroundThread(run, "asyncckpt-mirror").start()
+    try:
+        if not wait([found], MIRROR_LOOK_S).done:
+            raise TimeoutError(errno.ETIMEDOUT, f"it has not answered for {MIRROR_LOOK_S:g} s")
+        return found.result()
+    except (OSError, AsyncCkptError) as error:
+        _log.warning("the mirror %s cannot be listed, so only %s is looked at: %s", mirror, root, error)
+        return nothing
 
 
 def _committed_in(path: str) -> list[tuple[str, Manifest]]:

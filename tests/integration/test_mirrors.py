@@ -9,6 +9,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,9 @@ from asyncckpt.errors import CheckpointerClosedError, ConfigError, MirrorError, 
 from asyncckpt.format.manifest import decode_manifest
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol import messages
+from asyncckpt.storage import catalog
 from asyncckpt.storage.catalog import CLOCK_EPOCH_S, epoch_by_clock
+from asyncckpt.storage.files import Files
 from tests import object_proxy, object_servers
 from tests.storage_samples import Snapshot
 
@@ -221,6 +224,30 @@ def test_a_restore_takes_the_newest_of_both_places(checkpointer: AsyncCheckpoint
     mirror_file.write_text("")
     found = asyncckpt.restore_latest(runs, mirror=mirror_file / "x", source="disk")
     assert found is not None and found.step == 1, "a mirror that cannot be listed does not keep from restoring"
+
+
+def test_a_mirror_whose_file_system_hangs_does_not_keep_from_restoring(
+    checkpointer: AsyncCheckpointer, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, mirror, ends = tmp_path / "runs", tmp_path / "mirror", threading.Event()
+    save(checkpointer, tmp_path, 1, {"n": 1}).mirrored.result(DEADLINE_S)
+    monkeypatch.setattr(catalog, "MIRROR_LOOK_S", 0.2)
+    listdir = Files.listdir
+
+    def hangs(self: Files, path: str) -> list[str]:
+        if path.startswith(str(mirror)):
+            assert ends.wait(DEADLINE_S), "nobody waits for this long"
+        return listdir(self, path)
+
+    monkeypatch.setattr(Files, "listdir", hangs)
+    try:
+        found = asyncckpt.restore_latest(runs, mirror=mirror, source="disk")
+        assert found is not None and found.path == str(runs / "step-1")
+        assert asyncckpt.latest_checkpoint(runs, mirror=mirror) == str(runs / "step-1")
+        with CheckpointManager(runs, checkpointer=checkpointer, mirror=mirror) as manager:
+            assert manager.latest_step() == 1
+    finally:
+        ends.set()
 
 
 def test_on_a_new_disk_a_run_is_newer_than_those_in_the_mirror(

@@ -137,15 +137,21 @@ class ScanLineage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopyToMirror:
-    """Copy a committed checkpoint to its mirror. A job; its result is Copied.
-
-    `is_ours`: False: another worker copies it; only check whether it has.
-    """
+    """Copy a committed checkpoint to its mirror. A job; its result is Copied."""
 
     save_id: SaveId
     path: str
     mirror: str
-    is_ours: bool
+    storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckMirrored:
+    """Check whether another worker has copied a checkpoint to its mirror. A job; its result is Copied."""
+
+    save_id: SaveId
+    path: str
+    mirror: str
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
 
 
@@ -213,6 +219,7 @@ Action = (
     | Remove
     | ScanLineage
     | CopyToMirror
+    | CheckMirrored
     | ScanUnmirrored
     | Relay
     | Log

@@ -150,7 +150,10 @@ class LineageScanned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """Result of CopyToMirror. `is_done`: the copy is committed. `is_final`: trying again cannot help."""
+    """Result of CopyToMirror and CheckMirrored.
+
+    `is_done`: the copy is committed. `is_final`: trying again cannot help.
+    """
 
     now: float
     save_id: SaveId

@@ -79,8 +79,9 @@ class JobRunner:
                 self._run("prepare", action, lambda _: self._lineage(action), action.path)
             case ac.CopyToMirror():
                 # In the lane of the destination, so that a destination that hangs does not block other lanes.
-                place = action.mirror if action.is_ours else action.path
-                self._run("mirror", action, lambda _: self._copy(action), place)
+                self._run("mirror", action, lambda _: self._copy(action), action.mirror)
+            case ac.CheckMirrored():
+                self._run("mirror", action, lambda _: self._check(action), action.path)
             case ac.ScanUnmirrored():
                 self._run("mirror", action, lambda _: self._unmirrored(action), action.root)
             case _:
@@ -216,11 +217,17 @@ class JobRunner:
 
     def _copy(self, action: ac.CopyToMirror) -> ev.Copied:
         try:
-            report = self._mirrorer.copy(action) if action.is_ours else {}
-            is_done = action.is_ours or self._mirrorer.is_copied(action)
+            report = self._mirrorer.copy(action)
         except Exception as error:
             return _not_copied(action, error)
-        return ev.Copied(now=time.monotonic(), save_id=action.save_id, is_done=is_done, report=report)
+        return ev.Copied(now=time.monotonic(), save_id=action.save_id, is_done=True, report=report)
+
+    def _check(self, action: ac.CheckMirrored) -> ev.Copied:
+        try:
+            is_done = self._mirrorer.is_copied(action)
+        except Exception as error:
+            return _not_copied(action, error)
+        return ev.Copied(now=time.monotonic(), save_id=action.save_id, is_done=is_done)
 
     def _unmirrored(self, action: ac.ScanUnmirrored) -> ev.UnmirroredFound:
         try:
@@ -230,7 +237,7 @@ class JobRunner:
         return ev.UnmirroredFound(now=time.monotonic(), root=action.root, found=tuple(found), storage=action.storage)
 
 
-def _not_copied(action: ac.CopyToMirror, error: Exception) -> ev.Copied:
+def _not_copied(action: ac.CopyToMirror | ac.CheckMirrored, error: Exception) -> ev.Copied:
     wire = to_wire(
         MirrorError(
             f"{action.path} was not copied to its mirror {action.mirror}: {error}",
@@ -270,7 +277,7 @@ def failed_result(action: ac.Action, error: Exception) -> ev.Event | None:
             return ev.Removed(now=now, save_id=action.save_id)
         case ac.ScanLineage():
             return _scanned(action, error=wire)
-        case ac.CopyToMirror():
+        case ac.CopyToMirror() | ac.CheckMirrored():
             return _not_copied(action, error)
         case ac.ScanUnmirrored():
             return ev.UnmirroredFound(now=now, root=action.root, error=wire)

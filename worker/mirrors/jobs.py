@@ -27,7 +27,7 @@ from asyncckpt.storage.checkpoint_dir import manifest_or_error
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import DEFAULT_UMASK
 from asyncckpt.storage.locate import store_at
-from asyncckpt_worker.core.actions import CopyToMirror
+from asyncckpt_worker.core.actions import CheckMirrored, CopyToMirror
 from asyncckpt_worker.io.writer import check_root
 
 _FINAL = (
@@ -99,7 +99,7 @@ class Mirrorer:
             "seconds_mirror": report.seconds,
         }
 
-    def is_copied(self, job: CopyToMirror) -> bool:
+    def is_copied(self, job: CheckMirrored) -> bool:
         """Return whether another worker has copied a checkpoint.
 
         Raises:

@@ -1,8 +1,8 @@
 """Copies of committed checkpoints to their mirrors: which one is next, and when a copy that has failed is tried again.
 
-Of the copies to one directory, one is under way at a time, the oldest save first; it is tried again until it is done.
+Of the copies to one mirror root, one is under way at a time, the oldest save first; it is tried again until it is done.
 One that fails again and again lets others pass, since the failure may concern only this checkpoint. If others fail too,
-the mirror is out of order, and a younger copy is tried only right after an older one has failed: so the oldest is the
+the mirror does not work, and a younger copy is tried only right after an older one has failed: so the oldest is the
 first again when the mirror is back. The worker of rank 0 copies. A worker that another rank asks only checks whether
 that has been done.
 
@@ -12,8 +12,8 @@ So a worker that dies loses nothing: the next one that mirrors into the same dir
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from asyncckpt.basics.urls import parent_of
 from asyncckpt.format.names import SaveId
 from asyncckpt.protocol.fields import COPYING, DONE, FAILED, WAITING
 from asyncckpt.protocol.messages import Mirror, Mirrored
-from asyncckpt_worker.core.actions import CopyToMirror, ScanUnmirrored
+from asyncckpt_worker.core.actions import CheckMirrored, CopyToMirror, ScanUnmirrored
 from asyncckpt_worker.core.events import Copied, UnmirroredFound, Wire
 from asyncckpt_worker.core.model import MAX_HISTORY, Session
 from asyncckpt_worker.core.status import MAX_ERROR_CHARS, MAX_PATH_CHARS, MAX_ROWS
@@ -41,7 +41,7 @@ CHECK_EVERY_S = 1.0
 """How often a worker that does not copy checks whether the mirror record exists."""
 
 MAX_COPIES = 4096
-"""Copies that wait. Above it, committed checkpoints are left to the next scan of their directory."""
+"""Copies that wait. More are found by another scan of their roots, once half of these are done."""
 
 MAX_SCANS = 1024
 """Directories whose scan is remembered."""
@@ -60,7 +60,7 @@ class MirrorCopy:
     Attributes:
         save_id: ID of the save.
         path, mirror: Directory of the checkpoint, and where it is copied to.
-        mirror_root: What holds the mirrors of this directory's checkpoints.
+        root, mirror_root: What holds the checkpoints of the run, and what holds their copies.
         since: When the checkpoint was committed, or found.
         is_ours: This worker copies. False: another one does, and this one checks whether it is done.
         step, nbytes: Step and size in the manifest; None: not known.
@@ -89,14 +89,20 @@ class MirrorCopy:
     report: Mapping[str, Any] = field(default_factory=dict)
     asked_at: float = 0.0
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
+    root: str = field(init=False)
     mirror_root: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mirror_root = parent_of(self.mirror)
+        self.root, self.mirror_root = parent_of(self.path), parent_of(self.mirror)
 
-    def follows(self, other: MirrorCopy) -> bool:
-        """Whether `other` is older, and goes to the same directory."""
-        return other.mirror_root == self.mirror_root and other.save_id < self.save_id
+    def follows(self, other: MirrorCopy | None) -> bool:
+        """Whether `other` is an older copy to the same mirror root."""
+        return other is not None and other.mirror_root == self.mirror_root and other.save_id < self.save_id
+
+    def take_over(self) -> None:
+        """From now on this worker copies."""
+        if not self.is_ours:
+            self.is_ours, self.tries = True, 0
 
     def is_forgotten(self, now: float) -> bool:
         """Whether this worker only checks it, and no trainer has asked for `FORGET_AFTER_S`."""
@@ -104,7 +110,9 @@ class MirrorCopy:
 
     def pause_s(self) -> float:
         """Return how long to wait for the next try."""
-        return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.tries - 1, 10)) if self.is_ours else CHECK_EVERY_S
+        return (
+            min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(0, min(self.tries - 1, 10))) if self.is_ours else CHECK_EVERY_S
+        )
 
 
 class MirrorRegistry:
@@ -120,12 +128,17 @@ class MirrorRegistry:
         """Copies that have failed for good since the leader has told its followers; it empties the list."""
 
         self._scans: OrderedDict[str, bool] = OrderedDict()
-        """Directory -> whether its scan has ended; the latest `MAX_SCANS`."""
+        """Root -> whether its scan has ended; the latest `MAX_SCANS`."""
+
+        self._left: dict[str, Mapping[str, str]] = {}
+        """Root with checkpoints above `MAX_COPIES` -> options of its object store. It is scanned again when there is
+        room."""
 
     @property
     def is_behind(self) -> bool:
         """Whether a copy of this worker's is not done, or it is not known yet which are not."""
-        return any(copy.is_ours for copy in self._open.values()) or not all(self._scans.values())
+        is_copying = any(copy.is_ours for copy in self._open.values())
+        return is_copying or bool(self._left) or not all(self._scans.values())
 
     # ---- what there is to copy
 
@@ -136,9 +149,10 @@ class MirrorRegistry:
         if known is None:
             self._add(copy)
         else:  # a trainer has asked for it before; it may be under way
-            known.is_ours, known.step, known.nbytes, known.storage = True, copy.step, copy.nbytes, copy.storage
+            known.take_over()
+            known.step, known.nbytes, known.storage = copy.step, copy.nbytes, copy.storage
         self._renew(copy)
-        self.scan(parent_of(copy.path), copy.storage)
+        self.scan(copy.root, copy.storage)
         self._begin()
 
     def _renew(self, newest: MirrorCopy) -> None:
@@ -160,10 +174,10 @@ class MirrorRegistry:
             copy = MirrorCopy(save_id, m.path, m.mirror, now, is_ours=is_first, asked_at=now, storage=session.storage)
             self._add(copy)
             if is_first:
-                self.scan(parent_of(m.path), session.storage)
+                self.scan(copy.root, session.storage)
             self._begin()
         elif is_first and not copy.is_ours:
-            copy.is_ours = True
+            copy.take_over()
             self._begin()
         copy.storage, copy.asked_at = session.storage or copy.storage, self._t.now
         error = dict(copy.error or {}) if copy.phase == FAILED else {}
@@ -200,46 +214,56 @@ class MirrorRegistry:
         self._begin()
 
     def _add(self, copy: MirrorCopy) -> None:
-        if len(self._open) >= MAX_COPIES:
-            text = f"{copy.path} is left to a later worker: {MAX_COPIES} checkpoints wait for their mirrors already"
-            self._t.log("warning", text, save_id=copy.save_id)
-            self._scans.pop(parent_of(copy.path), None)  # a later save finds it
-            return
-        self._open[copy.save_id] = copy
+        if len(self._open) < MAX_COPIES and not (copy.is_ours and copy.root in self._left):
+            self._open[copy.save_id] = copy
+        elif copy.is_ours:
+            if copy.root not in self._left:
+                text = (
+                    f"{MAX_COPIES} checkpoints wait for their mirrors: {copy.path} and later ones are looked for again"
+                )
+                self._t.log("warning", f"{text} when half of them are copied", save_id=copy.save_id)
+            self._left[copy.root] = copy.storage
 
     # ---- which one is next
 
     def _begin(self, failed: MirrorCopy | None = None) -> None:
-        """Start what is due: the oldest copy to each directory, and checks. `failed`: a copy that has just failed."""
+        """Start the copies and checks that are due. `failed`: a copy that has just failed."""
         for copy in [one for one in self._open.values() if one.is_forgotten(self._t.now)]:
             del self._open[copy.save_id]
-        busy = {copy.mirror_root for copy in self._open.values() if copy.is_ours and copy.phase == COPYING}
-        suspects = Counter(copy.mirror_root for copy in self._open.values() if copy.is_suspect)
-        has_older: set[str] = set()
+        if self._left and len(self._open) <= MAX_COPIES // 2:
+            left, self._left = self._left, {}
+            for root, storage in left.items():
+                self._scans.pop(root, None)
+                self.scan(root, storage)
+        by_mirror_root: dict[str, list[MirrorCopy]] = {}
         for copy in sorted(self._open.values(), key=lambda one: one.save_id):
-            if copy.phase == COPYING:
-                continue
-            may_start = copy.retry_at <= self._t.now
             if copy.is_ours:
-                root = copy.mirror_root
-                if root in busy or not self._scans.get(parent_of(copy.path), True):  # older ones may be found
-                    continue
-                if suspects[root] > 1 and root in has_older:
-                    may_start = may_start and failed is not None and copy.follows(failed)
-                has_older.add(root)
-                if may_start or copy.tries < MAX_BLOCKING_TRIES:
-                    busy.add(root)  # also while it pauses: the oldest goes first
-            if may_start:
-                copy.phase, copy.tries = COPYING, copy.tries + 1
-                self._t.actions.append(
-                    CopyToMirror(
-                        save_id=copy.save_id,
-                        path=copy.path,
-                        mirror=copy.mirror,
-                        is_ours=copy.is_ours,
-                        storage=copy.storage,
-                    )
-                )
+                by_mirror_root.setdefault(copy.mirror_root, []).append(copy)
+            elif copy.phase == WAITING and copy.retry_at <= self._t.now:
+                self._start(copy, CheckMirrored)
+        for copies in by_mirror_root.values():
+            if (due := self._next_of(copies, failed)) is not None:
+                self._start(due, CopyToMirror)
+
+    def _next_of(self, copies: Sequence[MirrorCopy], failed: MirrorCopy | None) -> MirrorCopy | None:
+        """Return which of the copies to one mirror root, the oldest first, is to be started now; None: none."""
+        if any(copy.phase == COPYING for copy in copies):
+            return None
+        is_down = sum(copy.is_suspect for copy in copies) > 1
+        is_oldest = True
+        for copy in copies:
+            if not self._scans.get(copy.root, True):
+                continue  # older ones may be found
+            if copy.retry_at <= self._t.now and (is_oldest or not is_down or copy.follows(failed)):
+                return copy
+            if copy.tries < MAX_BLOCKING_TRIES:
+                return None
+            is_oldest = False
+        return None
+
+    def _start(self, copy: MirrorCopy, job: type[CopyToMirror] | type[CheckMirrored]) -> None:
+        copy.phase, copy.tries = COPYING, copy.tries + 1
+        self._t.actions.append(job(save_id=copy.save_id, path=copy.path, mirror=copy.mirror, storage=copy.storage))
 
     def tick(self) -> None:
         """Try again what has waited long enough."""
@@ -269,13 +293,14 @@ class MirrorRegistry:
                 self.new_failures.append(copy.save_id)
             self._t.log("error", text, save_id=copy.save_id, count="mirrors_failed")
         else:
-            copy.phase, copy.error, copy.is_suspect = WAITING, event.error, copy.is_ours
+            copy.phase, copy.error = WAITING, event.error
+            copy.is_suspect = copy.is_ours and event.error is not None
             pause_s = copy.pause_s()
             copy.retry_at = self._t.now + pause_s
             if event.error is not None:
                 text = f"{what} is tried again in {pause_s:g} s (try {copy.tries}): {event.error.get('text')}"
                 self._t.log("warning", text, save_id=copy.save_id, count="mirror_retries")
-        self._begin(copy if copy.is_suspect else None)
+        self._begin(failed=copy if copy.phase == WAITING and copy.is_suspect else None)
 
     def _note_success(self, copy: MirrorCopy) -> None:
         """If several copies to its directory have failed before, the mirror is back: try them again at once."""

@@ -27,6 +27,9 @@ UPLOAD_WAIT_S = 60.0
 """If no running upload has sent anything for so long, one that waits starts anyway, and the limit is exceeded: each of
 the running ones may wait for its trainer."""
 
+ASK_EVERY_S = 0.5
+"""How often an upload that waits checks whether it is still wanted."""
+
 PIECE_NBYTES = 1 << 20
 """Bytes that are copied out of the slot at a time."""
 
@@ -41,14 +44,18 @@ class UploadLimit:
         self._running, self._sent_at = 0, 0.0
         self._ended = threading.Condition()
 
-    def acquire(self) -> bool:
-        """Wait until an upload may start. Returns whether it is counted, so that `release` must be called."""
+    def acquire(self, is_wanted: Callable[[], bool]) -> bool:
+        """Wait until an upload may start, or is not wanted any more.
+
+        Returns:
+            Whether it is counted, so that `release` must be called.
+        """
         with self._ended:
             while self._running >= UPLOADS_AT_A_TIME:
                 left_s = self._sent_at + UPLOAD_WAIT_S - time.monotonic()
-                if left_s <= 0:
+                if left_s <= 0 or not is_wanted():
                     return False
-                self._ended.wait(left_s)
+                self._ended.wait(min(left_s, ASK_EVERY_S))
             self._running += 1
         self.note_sent()
         return True
@@ -99,13 +106,15 @@ class ObjectShardWriter(ShardWriter):
         self._given = 0
         self._stopped = False
         self._turn = threading.Condition()
+        self._opening = threading.Lock()
 
     def _open(self) -> None:
-        with self._turn:
+        with self._opening:  # not `_turn`, which `stop` needs
             if self._upload is None and not self._stopped:
-                self._is_counted = _uploads.acquire()
-                self._begin()
-                self.created = True
+                self._is_counted = _uploads.acquire(lambda: not self._stopped)
+                if not self._stopped:
+                    self._begin()
+                    self.created = True
 
     def _begin(self) -> None:
         with as_os_errors(self.path, self._secrets):
@@ -200,7 +209,7 @@ class ObjectShardWriter(ShardWriter):
             _uploads.release()
 
     def stop(self) -> None:
-        """Implement `ShardWriter.stop`: wake them with ECANCELED."""
+        """Implement `ShardWriter.stop`: the threads that wait for their turn fail with ECANCELED."""
         with self._turn:
             self._stopped = True
             self._turn.notify_all()

@@ -238,10 +238,33 @@ def test_an_upload_waits_for_slow_ones_and_not_for_those_that_send_nothing(monke
             limit.note_sent()
 
     monkeypatch.setattr(limit._ended, "wait", wait)
-    assert [limit.acquire() for _ in range(object_shards.UPLOADS_AT_A_TIME + 1)] == [True, True, False]
-    assert waits == [object_shards.UPLOAD_WAIT_S] * 5
+    n, wanted = object_shards.UPLOADS_AT_A_TIME, lambda: True
+    assert [limit.acquire(wanted) for _ in range(n + 1)] == [True] * n + [False]
+    assert sum(waits) == pytest.approx(object_shards.UPLOAD_WAIT_S + 4 * object_shards.ASK_EVERY_S)
     limit.release()
-    assert limit.acquire()
+    assert limit.acquire(wanted)
+
+
+def test_a_save_that_has_failed_does_not_wait_for_other_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = object_shards.UploadLimit()
+    monkeypatch.setattr(object_shards, "_uploads", limit)
+    for _ in range(object_shards.UPLOADS_AT_A_TIME):
+        assert limit.acquire(lambda: True)
+    upload = Upload()
+    shard, caught = shard_of(b"x", upload), list[OSError]()
+
+    def write() -> None:
+        try:
+            shard.write_extent(0, 1)
+        except OSError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    shard.stop()
+    thread.join(20)
+    assert not thread.is_alive() and [error.errno for error in caught] == [errno.ECANCELED]
+    assert not shard.created and limit._running == object_shards.UPLOADS_AT_A_TIME
 
 
 def test_a_rank_is_written_in_parts_and_verifies(served: ObjectStore) -> None:

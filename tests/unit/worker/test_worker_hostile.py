@@ -177,7 +177,7 @@ class Mob(Bench):
             case ac.ScanLineage():
                 facts = {"run": job.run, "path": job.path}
                 self.take(self.core.handle(ev.LineageScanned(now=now, epoch=rng.randrange(1, 5), **facts)))
-            case ac.CopyToMirror():
+            case ac.CopyToMirror() | ac.CheckMirrored():
                 ended = rng.choice(({"is_done": True}, {"error": ERROR}, {"error": ERROR, "is_final": True}, {}))
                 self.take(self.core.handle(ev.Copied(now=now, save_id=job.save_id, **ended)))
             case ac.ScanUnmirrored():

@@ -86,7 +86,7 @@ def test_a_committed_save_is_copied_once_its_directory_was_searched(bench: Bench
     assert asked(bench).phase == "waiting"
     scanned(bench)
     (job,) = bench.of(ac.CopyToMirror)
-    assert (job.save_id, job.path, job.mirror, job.is_ours) == (FIRST, PATH, PLACE, True)
+    assert (job.save_id, job.path, job.mirror) == (FIRST, PATH, PLACE)
     assert asked(bench).phase == "copying"
     bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True, report={"nbytes": 100, "copied_nbytes": 60})
     answer = asked(bench)
@@ -239,8 +239,7 @@ def test_a_worker_of_other_ranks_looks_and_does_not_copy(bench: Bench) -> None:
     assert asked(bench, peer=b"q").phase == "waiting"
     bench.now += CHECK_EVERY_S
     bench.feed(ev.Tick)
-    (job,) = bench.of(ac.CopyToMirror)
-    assert not job.is_ours
+    assert len(bench.of(ac.CheckMirrored)) == 1 and not bench.of(ac.CopyToMirror)
     bench.feed(ev.Copied, save_id=FIRST_ID, is_done=True)
     assert asked(bench, peer=b"q").phase == "done"
 
@@ -252,7 +251,7 @@ def test_rank_0_makes_a_worker_copy_that_only_looked(bench: Bench) -> None:
     asked(bench)
     bench.now += CHECK_EVERY_S
     bench.feed(ev.Tick)
-    assert [job.is_ours for job in bench.of(ac.CopyToMirror)] == [True]
+    assert len(bench.of(ac.CopyToMirror)) == 1
 
 
 def test_what_nobody_asks_for_any_more_is_looked_for_no_longer(bench: Bench) -> None:
@@ -316,15 +315,24 @@ def test_ranks_that_name_different_mirrors_disagree() -> None:
     assert "rank 1 saves with mirror='/elsewhere', rank 0 with mirror='s3://bucket/run/step-5'" in str(bench.pushed())
 
 
-def test_copies_that_wait_are_bounded_and_the_rest_is_found_by_a_later_search(
+def test_copies_that_wait_are_bounded_and_the_rest_is_found_by_a_search_once_there_is_room(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirrors, "MAX_COPIES", 1)
-    committed(bench)
-    scanned(bench)
-    committed(bench, SECOND, "/ckpt/b", "s3://bucket/run/b")
-    assert [job.root for job in bench.of(ac.ScanUnmirrored)] == ["/ckpt"], "its directory is searched again"
-    assert len(bench.core._mirrors._open) == 1
+    monkeypatch.setattr(mirrors, "MAX_COPIES", 2)
+    ids = [SaveId(0, number, "b" * 12) for number in range(6)]
+    found = [unmirrored(one, f"s3://bucket/run/{n}", f"/ckpt/{n}") for n, one in enumerate(ids)]
+    committed(bench)  # the newest
+    scanned(bench, *found)
+    done = []
+    while jobs := bench.of(ac.CopyToMirror):
+        done += [job.save_id for job in jobs]
+        assert len(bench.core._mirrors._open) <= 2 and bench.core._mirrors.is_behind
+        bench.feed(ev.Copied, save_id=done[-1], is_done=True)
+        if bench.of(ac.ScanUnmirrored):
+            left = [one for one in found if one.save_id not in done]
+            scanned(bench, *left, unmirrored(FIRST_ID, PLACE, PATH))
+    assert [one for one in done if one != FIRST_ID] == ids and FIRST_ID in done
+    assert not bench.core._mirrors.is_behind
 
 
 def test_a_search_that_hangs_keeps_only_copies_of_its_own_directory_waiting(bench: Bench) -> None:
