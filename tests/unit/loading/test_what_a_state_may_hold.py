@@ -230,7 +230,7 @@ def comparable(value: Any) -> Any:
 
 
 def test_all_leaves_that_the_guide_names_are_built() -> None:
-    words = "but among them on and the such as also The wrappers of are removed so that names those model itself"
+    words = "including except on and the such as also The wrappers of are removed so that names those model itself"
     assert_all_is_built(ITEMS, {*LEAVES, *REFUSED, *ELSEWHERE}, words)
     assert all((ROOT / path).exists() for path in ELSEWHERE.values())
 
