@@ -177,7 +177,8 @@ def finder(mirror: str | os.PathLike[str] | None) -> Callable[[str], list[Candid
 
 def _look_at_both(root: str, mirror: str) -> list[Candidate]:
     local = look(root)
-    copies = look_at_mirror(partial(look, mirror), [], root=root, mirror=mirror, has_local=bool(local))
+    nothing: list[Candidate] = []
+    copies = look_at_mirror(lambda: look(mirror), nothing, root=root, mirror=mirror, has_local=bool(local))
     return sorted([*local, *copies], key=newest_first, reverse=True)  # stable: of two with one ID the local one first
 
 

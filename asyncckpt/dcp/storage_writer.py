@@ -382,7 +382,7 @@ class StorageWriter(TorchStorageWriter, Stager):
         if self._by_worker is None:
             worker_info = WorkerInfo(rank=self._rank, instance="", why="use_worker=False")
         else:
-            worker_info = self._by_worker.worker_info(
+            worker_info = self._by_worker.connect(
                 self._rank, is_coordinator=self._is_coordinator, fsync=self.sync_files, overwrite=self.overwrite
             )
         self._worker_info = worker_info
@@ -396,7 +396,8 @@ class StorageWriter(TorchStorageWriter, Stager):
             SaveFailedError: The parent directory cannot be read.
             AsyncCkptError: `endpoint` was given, and the workers of several nodes cannot be connected.
 
-        Blocks: while an earlier save to the path, that was interrupted, is committed: up to `commit_timeout_s`.
+        Blocks: for the workers of several nodes, and for the end of a failed save, up to `worker_timeout_s` each; while
+            an earlier save to the path, that was interrupted, is committed, up to `commit_timeout_s`.
         """
         given: list[SaveTask] | None = None
         with self._one.step_of_save(), self._failures(None):
@@ -429,7 +430,7 @@ class StorageWriter(TorchStorageWriter, Stager):
                 raise SaveFailedError(
                     f"save to {self.path}: rank {self._rank} did not receive the coordinator's task for this save; "
                     "nothing was written. Use a planner that does not cache plans",
-                    code="ticket",
+                    code="task",
                     path=self.path,
                     detail="the plan belongs to another save, or was not sent through a process group",
                 )

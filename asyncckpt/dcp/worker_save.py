@@ -38,7 +38,7 @@ FIELDS = frozenset(
 """Fields of `CheckpointerConfig` about the worker that are no arguments of torch's `FileSystemWriter`."""
 
 VERDICT_S = 30.0
-"""How much longer than `commit_timeout_s`, after which the future of a commit fails by itself, `finish` waits. Chosen,
+"""`finish` waits this much longer than `commit_timeout_s`, after which the future of a commit fails by itself. Chosen,
 not measured."""
 
 _log = logging.getLogger("asyncckpt.dcp")
@@ -62,7 +62,7 @@ class WorkerSaves:
 
     def _forget(self) -> None:
         self._session: WorkerSession | None = None
-        self._left: weakref.finalize[Any, WorkerSaves] | None = None
+        self._finalizer: weakref.finalize[Any, WorkerSaves] | None = None
         self._save_id: SaveId | None = None
         self._unsealed: UnsealedPart | None = None
         self._size_estimate = RequestSizeEstimate()
@@ -78,8 +78,8 @@ class WorkerSaves:
 
     # ---- before the plan --------------------------------------------------------------------------------------------
 
-    def worker_info(self, rank: int, *, is_coordinator: bool, fsync: bool, overwrite: bool) -> WorkerInfo:
-        """Connect to a worker, or start one.
+    def connect(self, rank: int, *, is_coordinator: bool, fsync: bool, overwrite: bool) -> WorkerInfo:
+        """Connect to a worker, or start one, and keep the settings of the save that begins.
 
         Args:
             rank: Rank of this process in the group that saves.
@@ -87,7 +87,8 @@ class WorkerSaves:
             fsync, overwrite: Settings of the save.
 
         Returns:
-            A description of the worker; or, if there is none and no endpoint was given, the reason.
+            A description of the worker; or, if there is none and neither an argument nor `$ASYNCCKPT_ENDPOINT` names an
+            endpoint, the reason.
 
         Raises:
             AsyncCkptError: No worker answers at the endpoint that was given.
@@ -116,8 +117,8 @@ class WorkerSaves:
     def _session_here(self) -> WorkerSession:
         if self._session is None or self._session.is_inherited:
             self._session = session = WorkerSession(self._endpoint)
-            self._left = weakref.finalize(self, session.abandon)
-            self._left.atexit = False  # `process_lifecycle` closes the session at exit, in the right order
+            self._finalizer = weakref.finalize(self, session.abandon)
+            self._finalizer.atexit = False  # `process_lifecycle` closes the session at exit, in the right order
         return self._session
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -127,8 +128,9 @@ class WorkerSaves:
     ) -> list[SaveTask] | None:
         """Return the tasks of all ranks, in the order of their plans. Called on the coordinator.
 
-        Waits first until the worker has ended a save that failed; and for an earlier save to the same path that is
-        being committed, if `finish` was interrupted (Ctrl-C).
+        Waits until the worker has ended a save that failed; and, if `finish` was interrupted (Ctrl-C), until an earlier
+        save to the same path is committed. After its deadline it goes on: the worker then refuses the save if an
+        earlier one at the path is open.
 
         Returns:
             The tasks. None: not every rank has a worker, so the ranks have to write the files themselves.
@@ -138,21 +140,22 @@ class WorkerSaves:
             OSError: The path cannot be read.
             AsyncCkptError: An endpoint was given, and the workers of several nodes cannot be connected.
 
-        Blocks: for the end of a failed save, up to `worker_timeout_s`; while an earlier save is committed, up to
-            `commit_timeout_s`.
+        Blocks: for the workers of several nodes, and for the end of a failed save, up to `worker_timeout_s` each; while
+            an earlier save is committed, up to `commit_timeout_s`.
         """
         world_size = len(plans)
         found = {**received_worker_infos(), own.rank: own}
         order = [own.rank] if world_size == 1 else list(range(world_size))
         why = [f"rank {r}: {found[r].why if r in found else 'no report'}" for r in order if not _has(found, r)]
         if not why:
-            # The coordinator is the save's rank 0, whose worker commits.
-            numbers = list(range(world_size))
+            # The coordinator is the save's rank 0, whose worker commits. It changes places with the first plan's rank,
+            # so that `places` leads from plans to ranks of the save and back.
+            places = list(range(world_size))
             at = order.index(own.rank)
-            numbers[0], numbers[at] = numbers[at], numbers[0]
-            instances = [found[order[n]].instance for n in numbers]
+            places[0], places[at] = places[at], places[0]
+            instances = [found[order[place]].instance for place in places]
             try:
-                given = self._session_here().lead(instances, self._config, epoch, numbers)
+                given = self._session_here().lead(instances, self._config, epoch, places)
             except AsyncCkptError as error:
                 if self._endpoint is not None:
                     raise
@@ -230,8 +233,8 @@ class WorkerSaves:
         """
         self.abandon()
         session, self._session = self._session, None
-        if self._left is not None:
-            self._left.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
         if session is not None and not session.is_inherited:
             session.close()
 

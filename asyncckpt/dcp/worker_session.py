@@ -179,7 +179,7 @@ class WorkerSession:
         socket_path(self.endpoint)
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._process: WorkerClient | None = None
+        self._client: WorkerClient | None = None
         self._run: DcpRun | None = None
         self._linked: tuple[object, ...] = ()
         self._told = b""
@@ -205,13 +205,13 @@ class WorkerSession:
         Blocks: up to `worker_start_timeout_s`.
         """
         with self._lock:
-            found = self._process
+            found = self._client
             if found is None or found.config != config:
                 found = self._open(rank, config)
         return found.connect(start=not self._named).worker.instance
 
     def lead(
-        self, instances: Sequence[str], config: CheckpointerConfig, epoch: int, numbers: Sequence[int]
+        self, instances: Sequence[str], config: CheckpointerConfig, epoch: int, ranks: Sequence[int]
     ) -> list[SaveTask]:
         """Return the tasks of the ranks of a new save. Called on the coordinator.
 
@@ -219,7 +219,7 @@ class WorkerSession:
             instances: IDs of the workers, by rank in the save; this process is rank 0.
             config: Settings.
             epoch: Epoch of the save.
-            numbers: The ranks, in the order of the returned tasks.
+            ranks: The ranks in the save, in the order of the returned tasks.
 
         Raises:
             AsyncCkptError: The workers of several nodes cannot be connected.
@@ -251,7 +251,7 @@ class WorkerSession:
                 workers=tuple(instances) if several else (),
                 told=self._told if several else b"",
             )
-            for rank in numbers
+            for rank in ranks
         ]
 
     def join(self, task: SaveTask, config: CheckpointerConfig) -> WorkerClient:
@@ -267,62 +267,62 @@ class WorkerSession:
         try:
             return self._join(task, config)
         except BaseException as error:
-            if self._process is not None:
-                self._process.withdraw(task.save_id, f"its worker cannot be used: {error!r}")
+            if self._client is not None:
+                self._client.withdraw(task.save_id, f"its worker cannot be used: {error!r}")
             raise
 
     def _join(self, task: SaveTask, config: CheckpointerConfig) -> WorkerClient:
         run = self._as(RankInfo(task.rank, task.world_size), config)
-        assert self._process is not None
+        assert self._client is not None
         if run.run_id != task.save_id.run_id:
             run.run_id = task.save_id.run_id
-            self._process.handled.clear()  # sequences of another run
-        self._process.connect(start=not self._named)
+            self._client.handled.clear()  # sequences of another run
+        self._client.connect(start=not self._named)
         if task.workers and task.rank and self._linked != (run.run_id, *task.workers):
             run.links.link(run.run_id, task.workers, lambda mine: [task.told])
             self._linked = (run.run_id, *task.workers)
-        return self._process
+        return self._client
 
     def _as(self, rank: RankInfo, config: CheckpointerConfig) -> DcpRun:
         with self._lock:
-            if self._run is None or self._process is None or self._run.rank != rank or self._process.config != config:
+            if self._run is None or self._client is None or self._run.rank != rank or self._client.config != config:
                 self._open(rank, config)
             assert self._run is not None
             return self._run
 
     def _open(self, rank: RankInfo, config: CheckpointerConfig) -> WorkerClient:
-        if self._process is not None:
-            self._process.close()
+        if self._client is not None:
+            self._client.close()
         worker = _SessionWorker()
         self._run = DcpRun(rank, WorkerLinks(rank, worker, config.worker_timeout_s))
         self._linked, self._told, self._saves = (), b"", 0
-        worker.process = self._process = WorkerClient(
+        worker.process = self._client = WorkerClient(
             config, self._run, endpoint=self.endpoint, named=self._named, package=__version__
         )
-        return self._process
+        return self._client
 
     def withdraw(self, save_id: SaveId, reason: str) -> None:
         """End a save on all ranks, unless this rank has sealed its slot. Does not wait."""
-        process = None if self.is_inherited else self._process
+        process = None if self.is_inherited else self._client
         if process is not None and save_id.sequence not in process.handled:
             process.withdraw(save_id, reason)
 
     def await_end(self, save_id: SaveId, timeout_s: float) -> None:
         """Wait until the worker has reported the end of a save; at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while self._process is not None and self._process.is_pending(save_id) and time.monotonic() < deadline:
+        while self._client is not None and self._client.is_pending(save_id) and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def await_withdrawals(self, timeout_s: float) -> None:
         """Wait until the worker has ended the saves from which this rank has withdrawn; at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while self._process is not None and self._process.has_unanswered_withdrawals and time.monotonic() < deadline:
+        while self._client is not None and self._client.has_unanswered_withdrawals and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def leave(self, timeout_s: float, *, at_exit: bool) -> None:
         """Close the connection. `at_exit`: the interpreter is ending."""
-        if self._process is not None and not self.is_inherited:
-            self._process.close(timeout_s, at_exit=at_exit)
+        if self._client is not None and not self.is_inherited:
+            self._client.close(timeout_s, at_exit=at_exit)
 
     def close(self) -> None:
         """Disconnect. The worker frees the memory when the saves in it have ended. Idempotent.
@@ -334,10 +334,10 @@ class WorkerSession:
 
     def abandon(self) -> None:
         """Disconnect without waiting; for destructors."""
-        if self._process is not None and not self.is_inherited:
-            self._process.abandon()
+        if self._client is not None and not self.is_inherited:
+            self._client.abandon()
 
     def close_inherited_fds(self) -> None:
         """In a forked child, close the inherited file descriptors."""
-        if self._process is not None:
-            self._process.close_inherited_fds()
+        if self._client is not None:
+            self._client.close_inherited_fds()

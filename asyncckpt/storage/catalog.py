@@ -77,8 +77,8 @@ MAX_CLOCK_EPOCH = 900_000
 """The largest epoch that the clock may give, which leaves 99,999 for counting if it is wrong."""
 
 MIRROR_LOOK_S = 120.0
-"""How long the listing of a mirror may take where the root has checkpoints. Chosen: an object store that does not answer
-fails by itself after one to two minutes.
+"""How long the listing of a mirror may take where the root has checkpoints. Chosen: an object store that does not
+answer fails by itself after one to two minutes.
 """
 
 _Found = TypeVar("_Found")

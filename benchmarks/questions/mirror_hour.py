@@ -1,10 +1,10 @@
 """What does a mirror that is gone for an hour cost a training, and does it get everything once it is back?
 
 Two checkpointers save in turn, one with a mirror and one without, each with a worker of its own. The mirror is a
-directory in whose place there is a file. After `seconds` the file is removed: `mirrored` is how many copies were
-completed then, and `caught_up_s` how long that took. `in_order` is whether the oldest always came first. `save_s` is
-the median of the calls, and `extra_s` the median of how much more a save with a mirror cost the training than the one
-before, as in `mirror`.
+directory in whose place there is a file. After `seconds` the file is removed: `caught_up_s` is how long it then took to
+complete all copies, `mirrored` of them; `mirrored_before` had been completed before. `in_order` is whether the oldest
+always came first. `save_s` is the median of the calls, and `extra_s` the median of how much more a save with a mirror
+cost the training than the one beside it, as in `mirror`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import asyncckpt
 from asyncckpt.client import launcher
 from benchmarks import machine, processes
 from benchmarks.figures import Row
-from benchmarks.questions.mirror import STEPS, steps
+from benchmarks.questions.mirror import STEPS, in_turn, steps
 from benchmarks.runner import Context, Question
 from benchmarks.workloads import SAVE_S
 
@@ -50,7 +50,7 @@ def train(directory: str, seconds: int) -> Row:
                 began = time.monotonic()
                 while time.monotonic() - began < seconds or not handles:
                     step, next_at = len(handles), time.monotonic() + PERIOD_S
-                    for way, checkpointer in (("none", plain), ("mirror", mirrored)):
+                    for way, checkpointer in in_turn(step, ("none", plain), ("mirror", mirrored)):
                         quiet_s, at = steps(STEPS), time.perf_counter()
                         copy = mirror / f"step-{step}" if way == "mirror" else None
                         handle = checkpointer.save(state, Path(directory, way, f"step-{step}"), step=step, mirror=copy)

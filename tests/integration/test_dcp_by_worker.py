@@ -467,7 +467,7 @@ def test_a_save_that_another_thread_has_taken_the_writer_from_between_two_steps_
 
 def slots_of(writer: StorageWriter) -> list[Any]:
     assert writer._by_worker is not None and writer._by_worker._session is not None
-    process = writer._by_worker._session._process
+    process = writer._by_worker._session._client
     assert process is not None
     return process.pool.held()
 

@@ -69,7 +69,7 @@ def test_what_other_ranks_say_has_room_or_the_save_ends_at_once_and_the_next_one
 
 
 def wait_until_freed(writer: StorageWriter) -> None:
-    pool = writer._by_worker._session._process.pool  # type: ignore[union-attr]
+    pool = writer._by_worker._session._client.pool  # type: ignore[union-attr]
     real_worker.wait_until(lambda: all(slot.free for slot in pool.held()), "its slots are free")
 
 

@@ -167,7 +167,7 @@ class ObjectStore(Store):
         obstore does not repeat conditional puts, because they might take effect twice. This is safe here: after a
         failure the object is read back, and equal content means that this put succeeded.
         """
-        unknown: OSError | None = None  # why it is unknown whether an attempt has taken effect
+        unknown_because: OSError | None = None  # why it is unknown whether an attempt has taken effect
         for is_last in retries.attempts():
             try:
                 with self._os_errors(name):
@@ -178,15 +178,15 @@ class ObjectStore(Store):
             except FileNotFoundError as error:
                 failed = error if mode == "create" else _not_there(name)
             except OSError as error:
-                failed = unknown = error
+                failed = unknown_because = error
             is_taken = isinstance(failed, FileExistsError)
-            if unknown is None and not is_taken:
+            if unknown_because is None and not is_taken:
                 raise failed
             try:
-                holds = self._holds(name, data)
+                holds = self._holds(name, data)  # None: it is not there, or not known
             except OSError as error:
                 # IMPORTANT: it may hold this content nevertheless.
-                holds, unknown = None, unknown or error
+                holds, unknown_because = None, unknown_because or error
             if holds:
                 return
             if holds is False and is_taken:
@@ -195,9 +195,9 @@ class ObjectStore(Store):
                 raise FileExistsError(errno.EEXIST, "another object has this name", name)
             # IMPORTANT: that it is not there now says nothing: the request may still be on its way. A store may also
             # report a conflict with a concurrent request that later fails; retry while no object exists.
-            is_worth_retrying = failed is unknown or (is_taken and mode == "create")
+            is_worth_retrying = failed is unknown_because or (is_taken and mode == "create")
             if is_last or not is_worth_retrying:
-                raise failed if unknown is None else _unknown_outcome(name, failed, unknown)
+                raise failed if unknown_because is None else _unknown_outcome(name, failed, unknown_because)
 
     def _holds(self, name: str, data: bytes) -> bool | None:
         """Return whether an object has this content; None: it does not exist.
@@ -347,9 +347,10 @@ class ObjectStore(Store):
 
 
 class ListedStore(Store):
-    """Answers `names`, `entries` and `stat` below a prefix from one listing. All other calls go to the store.
+    """Answers below a prefix from one listing: `names`, `entries`, `stat`, and whether there is an object to read.
 
-    Use it to search many checkpoints, not to decide what to remove.
+    All other calls of `Store` that it defines go to the store; it has no locks and no renames. Use it to search many
+    checkpoints, not to decide what to remove.
     """
 
     def __init__(self, below: Store, prefix: str, found: Mapping[str, Entry]) -> None:

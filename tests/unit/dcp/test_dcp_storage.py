@@ -359,7 +359,7 @@ def test_a_cached_plan_whose_save_was_not_told_to_the_rank_is_refused(
     saved = {"a": torch.ones(5)}
     dcp_calls.save(saved, Untold(tmp_path / "1"), planner=DefaultSavePlanner(enable_plan_caching=True))
     error = dcp_calls.failed_save(saved, Untold(tmp_path / "2"), planner=DefaultSavePlanner(enable_plan_caching=True))
-    assert isinstance(error, SaveFailedError) and error.code == "ticket"
+    assert isinstance(error, SaveFailedError) and error.code == "task"
     assert asyncckpt.latest_checkpoint(tmp_path) == str(tmp_path / "1")
     assert torch.equal(asyncckpt.load(tmp_path / "1")["a"], saved["a"])
 
