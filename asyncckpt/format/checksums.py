@@ -36,16 +36,18 @@ class Buffer(Protocol):
     def __len__(self) -> int: ...
 
 
-def block_nbytes_at(path: str, mirror: str = "", nbytes: int = 0) -> int:
+def block_nbytes_at(path: str, mirror: str = "", nbytes: int = 0, *, reuse: bool = False) -> int:
     """Return how many bytes a block of a rank's new shard files has.
 
     Args:
         path: Path or URL of the checkpoint.
         mirror: Path or URL that it is copied to; "": none.
         nbytes: Length of all shard files of the rank.
+        reuse: Whether unchanged shards are linked: each save then writes little besides the checksums of all blocks.
     """
     is_there = is_object_url(path) or is_object_url(mirror)
-    return OBJECT_BLOCK_NBYTES if is_there and nbytes <= SMALL_BLOCKS_NBYTES else BLOCK_NBYTES
+    is_small = is_there and nbytes <= SMALL_BLOCKS_NBYTES and not reuse
+    return OBJECT_BLOCK_NBYTES if is_small else BLOCK_NBYTES
 
 
 def block_count(nbytes: int, block_nbytes: int) -> int:

@@ -48,8 +48,8 @@ from asyncckpt.storage.files import Files
 from asyncckpt.storage.local import DEFAULT_UMASK
 from asyncckpt.storage.store import Store
 
-EXTENT_NBYTES = 16 * BLOCK_NBYTES
-"""What is read and written at a time: 4 MiB. Chosen: few calls, and one buffer of little memory."""
+EXTENT_NBYTES = 4 * BLOCK_NBYTES
+"""What is read and written at a time: 1 MiB. Chosen: each copy has a buffer of that size, also while it waits."""
 
 ABANDONED_AFTER_S = 600.0
 """A temporary file in the mirror that has not changed for so long is of a process that died. Chosen."""

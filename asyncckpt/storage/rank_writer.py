@@ -164,7 +164,7 @@ class RankWriter:
         self._store = store_over(files, umask=request.umask)
         self._write_s = 0.0
         nbytes, aligned = sum(part.nbytes for part in request.parts), is_page_aligned(image)
-        self.block_nbytes = block_nbytes_at(request.path, request.mirror, nbytes)
+        self.block_nbytes = block_nbytes_at(request.path, request.mirror, nbytes, reuse=bool(request.reuse))
         self.shards = [
             self._store.shard_writer(
                 os.path.join(request.path, shard_name(self.save_id, request.rank, part, request.layout)),

@@ -168,7 +168,7 @@ checkpointer.save({"w": torch.arange(4_000_000.0)}, f"{root}/step-2", step=2).st
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
-MEMORY_NBYTES, MOST_NBYTES = 192 << 20, 64 << 20
+MEMORY_NBYTES, MOST_NBYTES = 192 << 20, 64_000_000
 """Of a checkpoint, and of what the worker may need for it besides the slot."""
 
 LARGE_TRAINER = """
@@ -193,7 +193,14 @@ try:
         small = [torch.full((1 << 16,), float(n)) for n in range(nbytes >> 19)]
         state = {"large": torch.arange(nbytes // 16), "small": small}
         checkpointer.save(state, f"{root}/large", step=1).written.result(60)
-        checkpointer.save(state, f"{disk}/large", step=2, mirror=f"{root}/copied").mirrored.result(60)
+        state = {"large": torch.arange(nbytes // 16)}
+        copies = [
+            checkpointer.save(state, f"{disk}/{n}/large", step=2 + n, mirror=f"{root}/{n}/copied") for n in range(4)
+        ]
+        for copy in copies:
+            copy.mirrored.result(60)
+    with asyncckpt.AsyncCheckpointer(files_per_rank=4) as checkpointer:
+        checkpointer.save(state, f"{root}/four", step=9).written.result(60)
 finally:
     ended.set()
     watching.join()
