@@ -3,8 +3,8 @@
 Of the copies to one mirror root, one is under way at a time, the oldest save first; it is tried again until it is done.
 One that fails again and again lets others pass, since the failure may concern only this checkpoint. If others fail too,
 the mirror does not work, and a younger copy is tried only right after an older one has failed: when the mirror is back,
-at most the one that is under way comes before the oldest. The worker of rank 0 copies. A worker that another rank asks only checks whether
-that has been done.
+at most the one that is under way comes before the oldest. The worker of rank 0 copies. A worker that another rank asks
+only checks whether that has been done.
 
 The state is on disk: a checkpoint whose manifest names a mirror, and which has no mirror record, is still to be copied.
 So a worker that dies loses nothing: the next one that mirrors into the same directory scans it and continues.
