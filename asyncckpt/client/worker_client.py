@@ -444,9 +444,10 @@ class WorkerClient(CheckpointProcess):
             self.pool.give_up(save_id)
 
     @property
-    def has_unanswered_withdrawals(self) -> bool:
-        """Whether the worker may not know yet that this rank has withdrawn from a save."""
-        return self._withdrawals.has_unanswered
+    def awaits_withdrawals(self) -> bool:
+        """Whether the connected worker may not know yet that this rank has withdrawn from a save."""
+        session = self._connection.session
+        return session is not None and session.error is None and self._withdrawals.has_unanswered
 
     def decline(self, save_id: SaveId, path: str, reason: str, *, skipped: bool = False) -> None:
         """Clean up after a failed `save()`: withdraw it if it was begun, and tell the other ranks not to wait.

@@ -314,9 +314,12 @@ class WorkerSession:
             time.sleep(POLL_S)
 
     def await_withdrawals(self, timeout_s: float) -> None:
-        """Wait until the worker has ended the saves from which this rank has withdrawn; at most `timeout_s`."""
+        """Wait until the worker has ended the saves from which this rank has withdrawn; at most `timeout_s`.
+
+        If the worker is lost, this returns: the next one hears of the withdrawals when this rank connects to it.
+        """
         deadline = time.monotonic() + timeout_s
-        while self._client is not None and self._client.has_unanswered_withdrawals and time.monotonic() < deadline:
+        while self._client is not None and self._client.awaits_withdrawals and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def leave(self, timeout_s: float, *, at_exit: bool) -> None:

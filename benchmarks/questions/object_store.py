@@ -2,7 +2,8 @@
 
 The store is a server of S3 on loopback (moto, of the extra `dev`), slower than obstore, a new one for each way. What
 obstore does is measured with several sizes of parts and numbers of concurrent requests, and the fastest counts. One
-save takes up to a fifth more than the next, so each figure is the median of three.
+save takes up to a fifth more than the next, so each figure is the median of three. A load is compared with reads of
+ranges, of at most 16 MiB as ours: for each range moto takes time for the whole object, so fewer ones would be faster.
 `worker_nbytes` is by how much the memory of the worker, besides slots, grows at most while a checkpoint is uploaded.
 """
 

@@ -2,8 +2,8 @@
 
 Of the copies to one mirror root, one is under way at a time, the oldest save first; it is tried again until it is done.
 One that fails again and again lets others pass, since the failure may concern only this checkpoint. If others fail too,
-the mirror does not work, and a younger copy is tried only right after an older one has failed: when the mirror is back,
-at most the one that is under way comes before the oldest. The worker of rank 0 copies. A worker that another rank asks
+it is the mirror, and a younger copy is tried only right after the oldest one has failed: when the mirror is back, at
+most the one that is under way comes before the oldest. The worker of rank 0 copies. A worker that another rank asks
 only checks whether that has been done.
 
 The state is on disk: a checkpoint whose manifest names a mirror, and which has no mirror record, is still to be copied.
@@ -40,6 +40,16 @@ Chosen.
 CHECK_EVERY_S = 1.0
 """How often a worker that does not copy checks whether the mirror record exists."""
 
+TRIES_BEFORE_LAST_CHANCE = 2
+"""How many attempts count of a copy that has failed and is tried again because another one has succeeded: newer ones
+wait for the rest of `MAX_BLOCKING_TRIES`. Chosen.
+"""
+
+MAX_PROBES = 8
+"""Younger copies that are tried after a failure of the oldest one. Chosen: more would fill its pauses if each takes
+seconds to fail, and one of them would come before the oldest when the mirror is back.
+"""
+
 MAX_COPIES = 4096
 """Copies that wait. More are found by another scan of their roots, once half of these are done."""
 
@@ -68,7 +78,9 @@ class MirrorCopy:
         tries: How often the copy, or the check, was started.
         retry_at: Time of the next try.
         error: Why the last try has failed.
-        is_suspect: It has failed since a copy to the same directory last succeeded.
+        failed_at: When the last try has failed.
+        is_suspect: It has failed since another copy to the same mirror root last succeeded.
+        n_outlived: After how many successes of others, each after another failure of it, it was still not done.
         report: Figures of the try that has succeeded.
         asked_at: When a trainer last asked for it.
         storage: Options of object stores, of the session that saved it or that asks.
@@ -85,7 +97,9 @@ class MirrorCopy:
     tries: int = 0
     retry_at: float = 0.0
     error: Wire | None = None
+    failed_at: float = 0.0
     is_suspect: bool = False
+    n_outlived: int = 0
     report: Mapping[str, Any] = field(default_factory=dict)
     asked_at: float = 0.0
     storage: Mapping[str, str] = field(default=NO_OPTIONS, repr=False)
@@ -95,9 +109,10 @@ class MirrorCopy:
     def __post_init__(self) -> None:
         self.root, self.mirror_root = parent_of(self.path), parent_of(self.mirror)
 
-    def follows(self, other: MirrorCopy | None) -> bool:
-        """Whether `other` is an older copy to the same mirror root."""
-        return other is not None and other.mirror_root == self.mirror_root and other.save_id < self.save_id
+    @property
+    def is_at_fault(self) -> bool:
+        """Whether its failures concern only this checkpoint: the mirror works."""
+        return self.n_outlived > 1
 
     def take_over(self) -> None:
         """From now on this worker copies."""
@@ -241,25 +256,36 @@ class MirrorRegistry:
                 by_mirror_root.setdefault(copy.mirror_root, []).append(copy)
             elif copy.phase == WAITING and copy.retry_at <= self._t.now:
                 self._start(copy, CheckMirrored)
-        for copies in by_mirror_root.values():
-            if (due := self._next_of(copies, failed)) is not None:
+        for mirror_root, copies in by_mirror_root.items():
+            has_failed = failed is not None and failed.mirror_root == mirror_root
+            if (due := self._next_of(copies, failed if has_failed else None)) is not None:
                 self._start(due, CopyToMirror)
 
     def _next_of(self, copies: Sequence[MirrorCopy], failed: MirrorCopy | None) -> MirrorCopy | None:
         """Return which of the copies to one mirror root, the oldest first, is to be started now; None: none."""
         if any(copy.phase == COPYING for copy in copies):
             return None
+        waiting = [copy for copy in copies if self._scans.get(copy.root, True)]  # else older ones may be found
+        if failed is not None and failed.is_at_fault:  # now it is the turn of others
+            waiting.sort(key=lambda copy: copy.is_at_fault)
         is_down = sum(copy.is_suspect for copy in copies) > 1
-        is_oldest = True
-        for copy in copies:
-            if not self._scans.get(copy.root, True):
-                continue  # older ones may be found
-            if copy.retry_at <= self._t.now and (is_oldest or not is_down or copy.follows(failed)):
+        for number, copy in enumerate(waiting):
+            if copy.retry_at <= self._t.now:
                 return copy
-            if copy.tries < MAX_BLOCKING_TRIES:
-                return None
-            is_oldest = False
+            if not copy.is_at_fault and (is_down or copy.tries < MAX_BLOCKING_TRIES):
+                return self._probe(copy, waiting[number + 1 :]) if is_down and failed is not None else None
         return None
+
+    def _probe(self, oldest: MirrorCopy, younger: Sequence[MirrorCopy]) -> MirrorCopy | None:
+        """Return which copy shows whether it is the mirror that does not work, right after the oldest one has failed.
+
+        After each failure of the oldest it is one more, up to `MAX_PROBES`, so that many copies at fault hold up others
+        for minutes only.
+        """
+        n_tried = sum(copy.is_suspect and copy.failed_at >= oldest.failed_at for copy in younger)
+        due = [copy for copy in younger if copy.retry_at <= self._t.now and not copy.is_at_fault]
+        n_allowed = min(MAX_PROBES, oldest.tries - MAX_BLOCKING_TRIES + 1)
+        return min(due, key=lambda copy: copy.tries) if due and n_tried < n_allowed else None
 
     def _start(self, copy: MirrorCopy, job: type[CopyToMirror] | type[CheckMirrored]) -> None:
         copy.phase, copy.tries = COPYING, copy.tries + 1
@@ -293,22 +319,22 @@ class MirrorRegistry:
                 self.new_failures.append(copy.save_id)
             self._t.log("error", text, save_id=copy.save_id, count="mirrors_failed")
         else:
-            copy.phase, copy.error = WAITING, event.error
-            copy.is_suspect = copy.is_ours and event.error is not None
+            copy.phase, copy.error, copy.failed_at = WAITING, event.error, self._t.now
+            copy.is_suspect = copy.is_ours and event.error is not None and not copy.is_at_fault
             pause_s = copy.pause_s()
             copy.retry_at = self._t.now + pause_s
             if event.error is not None:
                 text = f"{what} is tried again in {pause_s:g} s (try {copy.tries}): {event.error.get('text')}"
                 self._t.log("warning", text, save_id=copy.save_id, count="mirror_retries")
-        self._begin(failed=copy if copy.phase == WAITING and copy.is_suspect else None)
+        self._begin(failed=copy if copy.is_ours and event.error is not None else None)
 
-    def _note_success(self, copy: MirrorCopy) -> None:
-        """If several copies to its directory have failed before, the mirror is back: try them again at once."""
-        failed = [one for one in self._open.values() if one.is_suspect and one.mirror_root == copy.mirror_root]
-        for one in failed:
-            one.is_suspect = False
-            if one.phase == WAITING and len(failed) + copy.is_suspect > 1:
-                one.retry_at = self._t.now
+    def _note_success(self, done: MirrorCopy) -> None:
+        """The mirror works: try again at once what has failed before, but each copy only once."""
+        for copy in self._open.values():
+            if copy.is_suspect and copy.mirror_root == done.mirror_root:
+                copy.is_suspect, copy.n_outlived = False, copy.n_outlived + 1
+                if not copy.is_at_fault:
+                    copy.retry_at, copy.tries = self._t.now, min(copy.tries, TRIES_BEFORE_LAST_CHANCE)
 
     def _end(self, copy: MirrorCopy, phase: str, error: Wire | None, report: Mapping[str, Any]) -> None:
         copy.phase, copy.error, copy.report = phase, error, report
