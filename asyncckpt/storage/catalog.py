@@ -475,7 +475,7 @@ def latest_checkpoint(
     The newest is that with the largest epoch, then the largest sequence number of the save, not the largest step:
     after a rollback it is one of the new branch. Only manifests are read, so the data may be damaged or missing; `load`
     then raises, and `restore_latest` tries the checkpoint before. Checkpoints whose manifest is damaged or cannot be
-    read are skipped with a warning.
+    read are skipped with a warning. Not a collective: each rank that calls it lists `root`.
 
     Args:
         root: A directory whose children are checkpoints, or a checkpoint itself.

@@ -17,10 +17,11 @@ import torch
 
 import asyncckpt
 from asyncckpt.distributed.meetings import Meeting
+from asyncckpt.format.names import SaveId
 from asyncckpt.restore import finder, restore_first
 from asyncckpt.storage import locate
 from asyncckpt.storage.cloud.object_store import ObjectStore
-from tests import object_proxy, object_servers
+from tests import many_ranks, object_proxy, object_servers
 from tests.object_proxy import FaultyProxy
 from tests.object_servers import NO_CONNECTION_STAYS
 
@@ -81,8 +82,12 @@ def test_ranks_list_the_store_once_together(proxy: FaultyProxy, root: str, world
     assert n_listings(proxy) == 1, proxy.seen
 
 
+PAGE = 1000
+"""Objects that S3 and Google list by one request."""
+
+
 class Requests:
-    """A store of obstore's that counts how often each of its methods is called."""
+    """A store of obstore's that counts how often each of its methods is called; of listings, the requests."""
 
     def __init__(self, store: Any) -> None:
         self._store, self.counts = store, Counter[str]()
@@ -90,6 +95,36 @@ class Requests:
     def __getattr__(self, name: str) -> Any:
         self.counts[name] += 1
         return getattr(self._store, name)
+
+    def list(self, prefix: str | None = None, **options: Any) -> Iterator[Any]:
+        found = [one for page in self._store.list(prefix, **options) for one in page]
+        self.counts["list"] += max(1, -(-len(found) // PAGE))
+        return iter([found])
+
+    def take_listings(self) -> int:
+        """Return how many requests were listings since the last call."""
+        counts, self.counts = self.counts, Counter[str]()
+        return sum(count for name, count in counts.items() if "list" in name)
+
+
+WORLD_SIZE = 512
+SIMULATED = "s3://simulated/runs"
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    """Requests to a store that has a checkpoint of 512 ranks, which are 1,537 objects, at `SIMULATED`/step-0."""
+    files = many_ranks.checkpoint_files(
+        [{"w": torch.zeros(WORLD_SIZE, 2)}] * WORLD_SIZE, save_id=SaveId(1, 0, "0" * 12)
+    )
+    found = Requests(object_servers.memory_store())
+    monkeypatch.setattr(locate, "_stores", {})
+    monkeypatch.setattr(locate, "_opened", lambda *_: ObjectStore("s3://simulated", client=found))
+    store = locate.store_at(SIMULATED)
+    for name, data in files.items():
+        store.put(f"{SIMULATED}/step-0/{name}", data, replace=True)
+    assert PAGE < len(files) < 2 * PAGE
+    return found
 
 
 class Circle:
@@ -118,37 +153,45 @@ class Circle:
         return Here()
 
 
-def test_512_ranks_list_the_store_at_most_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    world_size, root = 512, "s3://simulated/runs"
-    memory = object_servers.memory_store()
-    requests = Requests(memory)
-    stores = iter([ObjectStore("s3://simulated", client=memory)])
-    monkeypatch.setattr(locate, "_stores", {})
-    monkeypatch.setattr(locate, "_opened", lambda *_: next(stores))
+def test_512_ranks_list_the_store_once_together(requests: Requests) -> None:
     with asyncckpt.SyncCheckpointer() as checkpointer:
-        for step in range(3):
-            checkpointer.save({"n": step}, f"{root}/step-{step}", step=step)
-    stores = iter([ObjectStore("s3://simulated", client=requests)])
-    locate._stores.clear()
-    circle = Circle(world_size)
+        for step in (1, 2):
+            checkpointer.save({"n": step}, f"{SIMULATED}/step-{step}", step=step)
+    requests.take_listings()
+    circle = Circle(WORLD_SIZE)
 
     def restore(rank: int) -> Any:
         return restore_first(
             finder(None),
-            root,
+            SIMULATED,
             None,
             quarantine=False,
-            rank_info=asyncckpt.RankInfo(rank, world_size),
+            rank_info=asyncckpt.RankInfo(rank, WORLD_SIZE),
             timeout_s=DEADLINE_S,
             meet=lambda: circle.meeting(rank),
             source="disk",
         )
 
-    with ThreadPoolExecutor(world_size) as ranks:
-        found = list(ranks.map(restore, range(world_size)))
-    assert all(one.path == f"{root}/step-2" and one.state_dict == {"n": 2} for one in found)
-    listed = {name: count for name, count in requests.counts.items() if "list" in name}
-    assert 1 <= sum(listed.values()) <= 2, listed
+    with ThreadPoolExecutor(WORLD_SIZE) as ranks:
+        found = list(ranks.map(restore, range(WORLD_SIZE)))
+    assert all(one.path == f"{SIMULATED}/step-2" and one.state_dict == {"n": 2} for one in found)
+    assert requests.take_listings() == 2, "two pages of one listing"
+
+
+def test_a_look_for_the_newest_checkpoint_asks_for_each_page_of_objects(requests: Requests) -> None:
+    for _ in range(2):  # as two ranks do, each by itself
+        assert asyncckpt.latest_checkpoint(SIMULATED) == f"{SIMULATED}/step-0"
+        assert requests.take_listings() == 2
+    assert asyncckpt.restore_latest(SIMULATED, {"w": torch.ones(WORLD_SIZE, 2)}) is not None
+    assert requests.take_listings() == 2
+    with (
+        asyncckpt.SyncCheckpointer() as checkpointer,
+        asyncckpt.CheckpointManager(SIMULATED, checkpointer=checkpointer) as manager,
+    ):
+        assert manager.restore({"w": torch.ones(WORLD_SIZE, 2)}) is not None
+        assert requests.take_listings() == 4, "two listings"
+        assert (manager.latest_step(), manager.all_steps()) == (0, [0])
+        assert requests.take_listings() == 4, "one listing each"
 
 
 def test_an_eighth_of_a_tensor_costs_an_eighth_of_its_bytes(root: str, read: Callable[[], int]) -> None:
