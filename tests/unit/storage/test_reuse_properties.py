@@ -159,7 +159,6 @@ class Client:
     """A client of obstore's, of objects in memory, in a process that may be dead.
 
     Attributes:
-        memory: The store of obstore's.
         answers: How the store answers the next requests to copy.
         late: Name and content of the copies that it has still to make.
         is_dead: Whether the process is dead, so that its requests do nothing.
@@ -167,7 +166,7 @@ class Client:
     """
 
     def __init__(self) -> None:
-        self.memory = object_servers.memory_store()
+        self._memory = object_servers.memory_store()
         self.answers: Answers = ()
         self.late: list[tuple[str, bytes]] = []
         self.is_dead = self.dies_waiting = False
@@ -176,10 +175,14 @@ class Client:
         self.is_dead = True
         raise Killed
 
-    def __getattr__(self, name: str) -> Any:
+    def memory(self) -> Any:
+        """Return the store of obstore's, if the process is alive."""
         if self.is_dead:
             raise Killed
-        return getattr(self.memory, name)
+        return self._memory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.memory(), name)
 
     def copy(self, source: str, target: str) -> None:
         from obstore.exceptions import GenericError
@@ -202,7 +205,7 @@ class BucketStore(ObjectStore):
     """Of a `Client`, whose uploads are those of obstore."""
 
     def _open_upload(self, name: str, part_nbytes: int, at_a_time: int) -> Any:
-        return ObjectStore(self.root, client=self._client.memory)._open_upload(name, part_nbytes, at_a_time)
+        return ObjectStore(self.root, client=self._client.memory())._open_upload(name, part_nbytes, at_a_time)
 
 
 class Bucket:
@@ -422,7 +425,8 @@ EVERYWHERE = pytest.mark.parametrize("where", [in_a_directory, in_a_bucket])
 
 
 @EVERYWHERE
-@settings(deadline=None, max_examples=int(os.environ.get("ASYNCCKPT_TEST_ORDERS", "40")))
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@settings(deadline=None, max_examples=int(os.environ.get("ASYNCCKPT_TEST_ORDERS", "30")))
 @given(steps=st.lists(STEP, min_size=2, max_size=14))
 @example(steps=saved_twice("whole", LATE))
 @example(steps=saved_twice("whole", LATE_OF_TWO))
