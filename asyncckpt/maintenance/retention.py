@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from asyncckpt.maintenance.policy import (
     newest_of,
     to_delete,
 )
-from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, scan
+from asyncckpt.storage.catalog import ABANDONED, COMMITTED, INCOMPLETE, Found, scan
 from asyncckpt.storage.checkpoint_dir import is_finished, is_pinned, manifest_or_error, tombstone_or_error, version_at
 from asyncckpt.storage.commit import check_rank_files, remove_dcp_metadata
 from asyncckpt.storage.store import Store, exclusively
@@ -124,9 +124,17 @@ def survey(
         OSError: `root` exists and cannot be listed.
     """
     try:
-        found = [one for one in scan(root, store, links=links) if os.path.dirname(one.path) == root]
+        found = scan(root, store, links=links)
     except (FileNotFoundError, NotADirectoryError):
         found = []
+    return survey_of(root, found, store, score=score, broken=broken)
+
+
+def survey_of(
+    root: str, found: Iterable[Found], store: Store, *, score: Scores | None = None, broken: Collection[str] = ()
+) -> Survey:
+    """Return what `survey` does, from what `scan` has found."""
+    found = [one for one in found if os.path.dirname(one.path) == root]
     manifests = {os.path.basename(one.path): one.manifest for one in found if one.manifest is not None}
     sound = (manifest for name, manifest in manifests.items() if name not in broken)
     newest = max(sound, key=lambda manifest: manifest.save_id, default=None)

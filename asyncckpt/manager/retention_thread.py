@@ -21,10 +21,10 @@ from asyncckpt.errors import AsyncCkptError, DirectoryInUseError
 from asyncckpt.format.names import SaveId
 from asyncckpt.maintenance.pins import pin, pinned_in, unpin
 from asyncckpt.maintenance.policy import RetentionPolicy, StoredCheckpoint, best_of, newest_of
-from asyncckpt.maintenance.retention import Score, Scores, Survey, abandoned_in, is_read_back, prune, survey
+from asyncckpt.maintenance.retention import Score, Scores, Survey, abandoned_in, is_read_back, prune, survey, survey_of
 from asyncckpt.manager.root_lock import RootLock
 from asyncckpt.restore import RestoredCheckpoint, finder
-from asyncckpt.storage.catalog import Candidate, look_at_mirror
+from asyncckpt.storage.catalog import Candidate, candidates_of, look_at_mirror, newest_first, scan
 from asyncckpt.storage.locate import store_at
 from asyncckpt.storage.store import Store
 
@@ -462,15 +462,29 @@ class RootRetention:
         best = best_of(self._stored(), self._policy.best_mode)
         return None if best is None else best.step
 
+    def _look(self, root: str, store: Store) -> tuple[list[Candidate], Survey]:
+        """Return the checkpoints of a root that may be restored, the newest first, and all it holds, by one listing."""
+        try:
+            store = store.listed(root)
+            found = scan(root, store, links=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return [], Survey((), {})
+        with self._lock:
+            broken = self._broken_in(root)
+        return candidates_of(found, store), survey_of(root, found, store, score=self._scores, broken=broken)
+
     def candidates(self, root: str) -> list[Candidate]:
         """Return the checkpoints to try in a restore: the newest first, abandoned ones last. Called on rank 0."""
-        mirror = None
-        if self._mirror is not None:
-            mirror = self._mirror if root == self._root else os.path.join(self._mirror, os.path.basename(root))
-        found = finder(mirror)(root)
-        surveys = {self._root: self._survey()}
-        if self._mirror is not None:
-            surveys[self._mirror] = self._copies(has_local=bool(found))
+        found, here = self._look(self._root, self._store)
+        surveys = {self._root: here}
+        if self._mirror is not None and self._mirror_store is not None:
+            look = functools.partial(self._look, self._mirror, self._mirror_store)
+            nothing: tuple[list[Candidate], Survey] = ([], Survey((), {}))
+            has_local = bool(found)
+            copies, there = look_at_mirror(look, nothing, root=self._root, mirror=self._mirror, has_local=has_local)
+            found, surveys[self._mirror] = sorted([*found, *copies], key=newest_first, reverse=True), there
+        if root != self._root:  # one step
+            found = finder(None if self._mirror is None else os.path.join(self._mirror, os.path.basename(root)))(root)
         # Not only the step that is loaded: what is saved from now on must be newer than all of them.
         note_seen(surveys, (one.save_id for survey in surveys.values() for one in survey.stored))
         self._abandoned = abandoned_in(surveys)

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -430,8 +430,13 @@ def candidates_in(root: str, store: Store) -> list[Candidate]:
         OSError: `root` cannot be listed.
     """
     store = store.listed(root)
-    found = [candidate for one in scan(root, store, links=True) if (candidate := _candidate(one, store)) is not None]
-    return sorted(found, key=newest_first, reverse=True)
+    return candidates_of(scan(root, store, links=True), store)
+
+
+def candidates_of(found: Iterable[Found], store: Store) -> list[Candidate]:
+    """Return what `candidates_in` does, from what `scan` has found."""
+    candidates = [candidate for one in found if (candidate := _candidate(one, store)) is not None]
+    return sorted(candidates, key=newest_first, reverse=True)
 
 
 def newest_first(candidate: Candidate) -> tuple[bool, str]:

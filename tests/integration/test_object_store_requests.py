@@ -189,7 +189,7 @@ def test_a_look_for_the_newest_checkpoint_asks_for_each_page_of_objects(requests
         asyncckpt.CheckpointManager(SIMULATED, checkpointer=checkpointer) as manager,
     ):
         assert manager.restore({"w": torch.ones(WORLD_SIZE, 2)}) is not None
-        assert requests.take_listings() == 4, "two listings"
+        assert requests.take_listings() == 2
         assert (manager.latest_step(), manager.all_steps()) == (0, [0])
         assert requests.take_listings() == 4, "one listing each"
 
