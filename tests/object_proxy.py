@@ -1,4 +1,4 @@
-"""A proxy on loopback in front of a server of S3 that answers wrongly, on demand."""
+"""A proxy on loopback in front of an object store that answers wrongly, on demand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 BUSY, REFUSED, RESET, TRUNCATED, SLOW, LOST = "busy", "refused", "reset", "truncated", "slow", "lost"
 SILENT = "silent"
-"""503 SlowDown; 403; the connection breaks before the request is passed on; half of the body; half a second late; the
+"""503 SlowDown; 403; the connection breaks before the request is passed on; half of the body; `SLOW_S` late; the
 request takes effect, and the connection breaks before the answer; no answer for `SILENT_S`, then the connection breaks.
 """
 
@@ -27,9 +27,11 @@ The body is longer, or shorter, and its length is said to be what it is.
 
 LIE_NBYTES = 1000
 
-SLOW_S, SILENT_S = 0.5, 3.0
+SLOW_S, SILENT_S = 0.2, 3.0
 
-_SIZE = re.compile(rb"<Size>(\d+)<")
+_SIZE = re.compile(rb"<(Size|Content-Length)>(\d+)<")
+_LISTING = re.compile(rb"<ListBucketResult|<EnumerationResults")
+"""Of S3 and GCS, and of Azure."""
 
 Fault = Callable[[str, str], str]
 """Takes method and path of a request; returns one of the above, or "" to pass it on."""
@@ -111,8 +113,8 @@ class FaultyProxy:
                     data += bytes(LIE_NBYTES)
                 elif fault == CUT:
                     data = data[: len(data) // 2]
-                elif lie and b"<ListBucketResult" in data:
-                    data, lie = _SIZE.sub(lambda found: b"<Size>%d<" % max(0, int(found[1]) + lie), data), 0
+                elif lie and _LISTING.search(data):
+                    data, lie = _SIZE.sub(lambda found: b"<%s>%d<" % (found[1], max(0, int(found[2]) + lie)), data), 0
                 return self._answer(response.status, headers, data, nbytes=len(data) + lie)
 
             def _reset(self) -> None:
