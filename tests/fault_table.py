@@ -4,7 +4,7 @@ A plugin of pytest that `conftest.py` registers where `ASYNCCKPT_TEST_RESULTS` i
 test-fault` and `make test-nodes` do. The table of all tests of that run, simulations and fuzzing among them, is printed
 and written there, as JSON and as text, with date and machine in words. Runs of one day that each name themselves, in
 `ASYNCCKPT_TEST_RESULTS_NAME`, keep tables of their own. A test says how often it did something with
-`record_property("count", n)`.
+`record_property("count", n)`, and what else it has to say, for the JSON only, with `record_property("figures", ...)`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import pathlib
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +23,9 @@ import pytest
 
 RESULTS_VARIABLE = "ASYNCCKPT_TEST_RESULTS"
 NAME_VARIABLE = "ASYNCCKPT_TEST_RESULTS_NAME"
+
+MIN_KILLS = 10
+"""Of so many kills at random instants, one at least must meet what the test is for."""
 
 
 @dataclass
@@ -56,6 +60,20 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         row.count += int(properties.get("count", 1))
         if "figures" in properties:
             row.figures.append(properties["figures"])
+
+
+def record_kills(record: Callable[[str, object], None], what: str, kills: int, before_manifest: int) -> None:
+    """Record how many kills at random instants a test has made, and fail if all have missed what it is for.
+
+    Args:
+        record: The fixture `record_property`.
+        what: What was killed while it did what.
+        kills: How many.
+        before_manifest: How many of them were between the first file of a checkpoint and its manifest.
+    """
+    record("count", kills)
+    record("figures", {"what": what, "kills": kills, "before_manifest": before_manifest})
+    assert before_manifest or kills < MIN_KILLS, f"none of {kills} kills was between a first file and its manifest"
 
 
 def machine() -> str:

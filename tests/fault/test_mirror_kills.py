@@ -11,17 +11,20 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
-from real_worker import DEADLINE_S, RealWorker, running, stop_whoever_serves, wait_until
+from real_worker import DEADLINE_S, RealWorker, manifest_of, running, stop_whoever_serves, wait_until
 
 import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.client import launcher
+from asyncckpt.format.names import owner_of
 from asyncckpt.storage.files import Files
 from asyncckpt.storage.verification import verify_checkpoint
 from tests.failpoint_groups import MIRRORS, cases
+from tests.fault_table import record_kills
 from tests.saving import ENVIRONMENT, ROOT
 
 pytestmark = pytest.mark.fault
@@ -42,6 +45,15 @@ def listed(mirror: pathlib.Path) -> dict[str, str]:
     for path in mirror.iterdir() if mirror.is_dir() else ():
         if (path / "manifest.json").exists():
             found[path.name] = verify_checkpoint(str(path), Files()).state
+    return found
+
+
+def without_manifest(mirror: pathlib.Path) -> set[pathlib.Path]:
+    """Return the files of copies whose manifest is not there."""
+    found = set()
+    for directory in mirror.iterdir() if mirror.is_dir() else ():
+        newest = manifest_of(directory)["save_id"] if (directory / "manifest.json").exists() else ""
+        found |= {path for path in directory.iterdir() if (owner_of(path.name) or "") > newest}
     return found
 
 
@@ -67,11 +79,12 @@ def test_a_copy_whose_worker_is_killed_is_finished_by_the_next(
 
 
 def test_kills_at_random_instants_leave_old_or_new_and_every_copy_is_made_in_the_end(
-    endpoint: str, tmp_path: pathlib.Path
+    endpoint: str, tmp_path: pathlib.Path, record_property: Callable[[str, object], None]
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng, mirror, newest = random.Random(seed), tmp_path / "mirror", {}
+    before_manifest = 0
 
     def start() -> RealWorker:
         launcher.start_worker(endpoint, options=(SOON,))
@@ -87,10 +100,13 @@ def test_kills_at_random_instants_leave_old_or_new_and_every_copy_is_made_in_the
                 )
                 handle.written.result(DEADLINE_S)
                 newest[name] = number, handle
+                earlier = without_manifest(mirror)
                 time.sleep(rng.random() * 0.08)
                 worker.kill()
+                before_manifest += bool(without_manifest(mirror) - earlier)
                 assert set(listed(mirror).values()) <= {"ok"}, f"after kill {number}, seed {seed}"
                 worker = start()
+            record_kills(record_property, "worker, copies", KILLS, before_manifest)
             for name, (number, handle) in newest.items():
                 assert handle.mirrored is not None
                 handle.mirrored.result(DEADLINE_S)

@@ -22,8 +22,10 @@ import asyncckpt
 from asyncckpt import AsyncCheckpointer
 from asyncckpt.client import launcher
 from asyncckpt.storage.cloud.object_store import ObjectStore
+from asyncckpt.storage.store import Store
 from asyncckpt.storage.verification import verify_checkpoint
 from tests import object_servers
+from tests.fault_table import record_kills
 from tests.object_servers import NO_CONNECTION_STAYS
 
 pytestmark = pytest.mark.fault
@@ -62,7 +64,15 @@ def root(scheme: str) -> Iterator[str]:
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
-    return {f"w{n}": torch.full((1_500_000,), float(step * 10 + n)) for n in range(3)}
+    """Each tensor is a file of its own, which is uploaded in two parts."""
+    return {f"w{n}": torch.full((1_700_000,), float(step * 10 + n)) for n in range(3)}
+
+
+def there(store: Store, prefix: str) -> list[str]:
+    try:
+        return store.names(prefix)
+    except FileNotFoundError:  # nothing of the first checkpoint is there yet
+        return []
 
 
 def watcher(root: str) -> Callable[[], dict[int, str]]:
@@ -73,16 +83,10 @@ def watcher(root: str) -> Callable[[], dict[int, str]]:
     verified: dict[str, str] = {}
     store = ObjectStore(root.rpartition("/")[0], NO_CONNECTION_STAYS)
 
-    def there(prefix: str) -> list[str]:
-        try:
-            return store.names(prefix)
-        except FileNotFoundError:  # nothing of the first checkpoint is there yet
-            return []
-
     def listed() -> dict[int, str]:
         found = {}
-        for name in there(root):
-            if "manifest.json" in there(f"{root}/{name}"):
+        for name in there(store, root):
+            if "manifest.json" in there(store, f"{root}/{name}"):
                 if verified.get(name) != "ok":
                     verified[name] = verify_checkpoint(f"{root}/{name}", store.as_files()).state
                 found[int(name)] = verified[name]
@@ -91,28 +95,44 @@ def watcher(root: str) -> Callable[[], dict[int, str]]:
     return listed
 
 
+def without_manifest(root: str) -> set[str]:
+    """Return the objects of checkpoints whose manifest is not there, and in S3 those of incomplete uploads."""
+    store = ObjectStore(root.rpartition("/")[0], NO_CONNECTION_STAYS)
+    uploads = store.incomplete_uploads(root, lambda name: True) if root.startswith("s3:") else ()
+    found, listing = {one.name for one in uploads}, store.listed(root)
+    for place in (f"{root}/{step}" for step in there(listing, root)):
+        names = there(listing, place)
+        found |= {f"{place}/{name}" for name in names if "manifest.json" not in names}
+    return found
+
+
 def check_state(root: str, step: int) -> None:
     found = asyncckpt.load(f"{root}/{step}", source="disk", storage_options=NO_CONNECTION_STAYS)
     assert all(torch.equal(found[fqn], value) for fqn, value in state_of(step).items()), step
 
 
-def test_kills_at_random_instants_of_uploads_leave_old_or_new(root: str, scheme: str, endpoint: str) -> None:
+def test_kills_at_random_instants_of_uploads_leave_old_or_new(
+    root: str, scheme: str, endpoint: str, record_property: Callable[[str, object], None]
+) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    rng, listed = random.Random(seed), watcher(root)
+    rng, listed, before_manifest = random.Random(seed), watcher(root), 0
     try:
         launcher.start_worker(endpoint)
         with AsyncCheckpointer(endpoint=endpoint, files_per_rank=3) as checkpointer:
             for number in range(KILLS[scheme]):
+                earlier = without_manifest(root)
                 handle = checkpointer.save(state_of(number), f"{root}/{number}", step=number)
                 handle.staged.result(DEADLINE_S)
                 time.sleep(rng.random() * 0.4)
                 RealWorker(endpoint).kill()
+                before_manifest += bool(without_manifest(root) - earlier)
                 seen = listed()
                 assert set(seen.values()) <= {"ok"}, f"after kill {number}: {seen}"
                 assert set(seen) in (set(range(number)), set(range(number + 1))), f"after kill {number}: {seen}"
                 launcher.start_worker(endpoint)
                 handle.written.result(DEADLINE_S)
+        record_kills(record_property, f"worker, uploads to {scheme}", KILLS[scheme], before_manifest)
         for number in range(KILLS[scheme]):
             check_state(root, number)
     finally:
@@ -135,12 +155,16 @@ def train(rank: int, endpoint: str, place: str, mirror: str, first: int) -> None
         time.sleep(DEADLINE_S)
 
 
-def killed_trainer(endpoint: str, rng: random.Random, kind: str, after: str, *arguments: object) -> dict[str, set[int]]:
+def killed_trainer(
+    endpoint: str, rng: random.Random, kind: str, after: str, bucket: str, *arguments: object
+) -> tuple[dict[str, set[int]], bool]:
     """Let a trainer run until a step is `after`, and a moment longer; kill it, or it and its worker.
 
     Returns:
-        The steps that it spoke of: "staged", "written".
+        The steps that it spoke of: "staged", "written". Whether objects have come to the bucket meanwhile that are of
+        a checkpoint without a manifest.
     """
+    earlier = without_manifest(bucket)
     said: dict[str, set[int]] = {"staged": set(), "written": set()}
     environ = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     with rank_processes.running(1, train, endpoint, *arguments, group=False, environ=environ) as trainer:
@@ -152,23 +176,29 @@ def killed_trainer(endpoint: str, rng: random.Random, kind: str, after: str, *ar
         rng.shuffle(victims)
         for kill in victims:
             kill()
+        before_manifest = bool(without_manifest(bucket) - earlier)
         with contextlib.suppress(EOFError):
             while True:
                 what, step = trainer.receive(0)
                 said[what].add(step)
-    return said
+    return said, before_manifest
 
 
 @pytest.mark.parametrize("mirrored", [False, True], ids=["uploads", "copies"])
 def test_kills_of_trainer_and_worker_leave_old_or_new_and_complete_the_mirror(
-    root: str, scheme: str, endpoint: str, tmp_path: pathlib.Path, mirrored: bool
+    root: str,
+    scheme: str,
+    endpoint: str,
+    tmp_path: pathlib.Path,
+    mirrored: bool,
+    record_property: Callable[[str, object], None],
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng, bucket = random.Random(seed), f"{root}-{mirrored}"
     listed = watcher(bucket)
     place, mirror = (str(tmp_path), bucket) if mirrored else (bucket, "")
-    first, written = 0, set[int]()
+    first, written, before_manifest = 0, set[int](), 0
 
     def here() -> set[int]:
         return {int(p.parent.name) for p in tmp_path.glob("*/manifest.json")} if mirrored else set(listed())
@@ -179,7 +209,8 @@ def test_kills_of_trainer_and_worker_leave_old_or_new_and_complete_the_mirror(
             if not is_served(endpoint):
                 launcher.start_worker(endpoint)
             after = "staged" if number else "written"
-            said = killed_trainer(endpoint, rng, kind, after, place, mirror, first)
+            said, is_before = killed_trainer(endpoint, rng, kind, after, bucket, place, mirror, first)
+            before_manifest += is_before
             what = f"after kill {number} ({kind}), seed {seed}"
             assert set(listed().values()) <= {"ok"}, f"{what}: {listed()}"
             written |= said["written"]
@@ -190,6 +221,8 @@ def test_kills_of_trainer_and_worker_leave_old_or_new_and_complete_the_mirror(
                 wait_until(lambda: not is_served(endpoint), "the worker is gone")
             first = max([first, *said["staged"], *here()]) + 1
         assert written, "not one save was ever written"
+        what = f"trainer or both, {'copies' if mirrored else 'uploads'} to {scheme}"
+        record_kills(record_property, what, KILLS_OF_TRAINERS[scheme], before_manifest)
         if mirrored:
             stop_whoever_serves(endpoint)
             launcher.start_worker(endpoint, options=(f"--mirror={place}",))
