@@ -11,6 +11,7 @@ import pathlib
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import rank_processes
@@ -75,13 +76,16 @@ def there(store: Store, prefix: str) -> list[str]:
         return []
 
 
-def watcher(root: str) -> Callable[[], dict[int, str]]:
+def store_of(root: str) -> ObjectStore:
+    return ObjectStore(root.rpartition("/")[0], NO_CONNECTION_STAYS)
+
+
+def watcher(store: Store, root: str) -> Callable[[], dict[int, str]]:
     """Return a function that returns what a reader of the store sees: step -> state.
 
     A checkpoint that has verified is not read again.
     """
     verified: dict[str, str] = {}
-    store = ObjectStore(root.rpartition("/")[0], NO_CONNECTION_STAYS)
 
     def listed() -> dict[int, str]:
         found = {}
@@ -95,11 +99,16 @@ def watcher(root: str) -> Callable[[], dict[int, str]]:
     return listed
 
 
-def without_manifest(root: str) -> set[str]:
+def without_manifest(store: Store, root: str) -> set[str]:
     """Return the objects of checkpoints whose manifest is not there, and in S3 those of incomplete uploads."""
-    store = ObjectStore(root.rpartition("/")[0], NO_CONNECTION_STAYS)
-    uploads = store.incomplete_uploads(root, lambda name: True) if root.startswith("s3:") else ()
-    found, listing = {one.name for one in uploads}, store.listed(root)
+    found, listing = set[str](), store.listed(root)
+
+    def note(name: str) -> bool:
+        found.add(name)
+        return False  # its parts are not asked for
+
+    if root.startswith("s3:"):
+        list(store.incomplete_uploads(root, note))
     for place in (f"{root}/{step}" for step in there(listing, root)):
         names = there(listing, place)
         found |= {f"{place}/{name}" for name in names if "manifest.json" not in names}
@@ -116,17 +125,18 @@ def test_kills_at_random_instants_of_uploads_leave_old_or_new(
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    rng, listed, before_manifest = random.Random(seed), watcher(root), 0
+    rng, store, before_manifest = random.Random(seed), store_of(root), 0
+    listed = watcher(store, root)
     try:
         launcher.start_worker(endpoint)
         with AsyncCheckpointer(endpoint=endpoint, files_per_rank=3) as checkpointer:
             for number in range(KILLS[scheme]):
-                earlier = without_manifest(root)
+                earlier = without_manifest(store, root)
                 handle = checkpointer.save(state_of(number), f"{root}/{number}", step=number)
                 handle.staged.result(DEADLINE_S)
                 time.sleep(rng.random() * 0.4)
                 RealWorker(endpoint).kill()
-                before_manifest += bool(without_manifest(root) - earlier)
+                before_manifest += bool(without_manifest(store, root) - earlier)
                 seen = listed()
                 assert set(seen.values()) <= {"ok"}, f"after kill {number}: {seen}"
                 assert set(seen) in (set(range(number)), set(range(number + 1))), f"after kill {number}: {seen}"
@@ -156,15 +166,14 @@ def train(rank: int, endpoint: str, place: str, mirror: str, first: int) -> None
 
 
 def killed_trainer(
-    endpoint: str, rng: random.Random, kind: str, after: str, bucket: str, *arguments: object
+    endpoint: str, rng: random.Random, kind: str, after: str, look: Callable[[], set[str]], *arguments: object
 ) -> tuple[dict[str, set[int]], bool]:
     """Let a trainer run until a step is `after`, and a moment longer; kill it, or it and its worker.
 
     Returns:
-        The steps that it spoke of: "staged", "written". Whether objects have come to the bucket meanwhile that are of
-        a checkpoint without a manifest.
+        The steps that it spoke of: "staged", "written". Whether `look` then returned something that it had not before.
     """
-    earlier = without_manifest(bucket)
+    earlier = look()
     said: dict[str, set[int]] = {"staged": set(), "written": set()}
     environ = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     with rank_processes.running(1, train, endpoint, *arguments, group=False, environ=environ) as trainer:
@@ -176,7 +185,7 @@ def killed_trainer(
         rng.shuffle(victims)
         for kill in victims:
             kill()
-        before_manifest = bool(without_manifest(bucket) - earlier)
+        before_manifest = bool(look() - earlier)
         with contextlib.suppress(EOFError):
             while True:
                 what, step = trainer.receive(0)
@@ -195,8 +204,8 @@ def test_kills_of_trainer_and_worker_leave_old_or_new_and_complete_the_mirror(
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    rng, bucket = random.Random(seed), f"{root}-{mirrored}"
-    listed = watcher(bucket)
+    rng, bucket, store = random.Random(seed), f"{root}-{mirrored}", store_of(root)
+    listed, look = watcher(store, bucket), partial(without_manifest, store, bucket)
     place, mirror = (str(tmp_path), bucket) if mirrored else (bucket, "")
     first, written, before_manifest = 0, set[int](), 0
 
@@ -209,7 +218,7 @@ def test_kills_of_trainer_and_worker_leave_old_or_new_and_complete_the_mirror(
             if not is_served(endpoint):
                 launcher.start_worker(endpoint)
             after = "staged" if number else "written"
-            said, is_before = killed_trainer(endpoint, rng, kind, after, bucket, place, mirror, first)
+            said, is_before = killed_trainer(endpoint, rng, kind, after, look, place, mirror, first)
             before_manifest += is_before
             what = f"after kill {number} ({kind}), seed {seed}"
             assert set(listed().values()) <= {"ok"}, f"{what}: {listed()}"
