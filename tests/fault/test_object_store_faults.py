@@ -24,6 +24,7 @@ from asyncckpt.errors import (
     CorruptCheckpointError,
     SaveFailedError,
 )
+from asyncckpt.storage import locate
 from asyncckpt.storage.cloud import retries
 from tests import object_proxy, object_servers
 from tests.object_proxy import (
@@ -170,7 +171,8 @@ def test_answers_that_are_cut_short_do_no_damage(path: str, proxy: FaultyProxy, 
 
 @pytest.fixture
 def options(server: Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What leads calls of this process through the proxy."""
+    """What leads calls of this process through the proxy. No store that a test before has opened is used."""
+    monkeypatch.setattr(locate, "_stores", {})
     monkeypatch.setattr(retries, "RETRY_FOR_S", 1.0)
     return {**server.options(proxy.url), **NO_CONNECTION_STAYS}
 
@@ -282,11 +284,19 @@ def test_a_store_that_says_nothing_is_an_error_in_time(path: str, proxy: FaultyP
     assert time.monotonic() - began < DEADLINE_S / 5
 
 
+@pytest.mark.parametrize(("busy", "retry_for_s"), [("GET", retries.RETRY_FOR_S), ("PUT", 1.0)])
 def test_a_save_by_a_worker_to_a_store_that_stays_busy_fails_in_time_with_its_words(
-    path: str, proxy: FaultyProxy, options: dict[str, str], endpoint: str
+    path: str,
+    proxy: FaultyProxy,
+    options: dict[str, str],
+    endpoint: str,
+    busy: str,
+    retry_for_s: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    proxy.fault = lambda method, name: BUSY
-    worker = Here(endpoint)  # in this process, so that it has the limits of `options`
+    monkeypatch.setattr(retries, "RETRY_FOR_S", retry_for_s)  # the first save's listing is given up earlier
+    proxy.fault = lambda method, name: BUSY if method == busy else ""
+    worker = Here(endpoint)  # in this process, so that it has these limits
     try:
         with asyncckpt.AsyncCheckpointer(endpoint=endpoint, storage_options=options) as checkpointer:
             began = time.monotonic()

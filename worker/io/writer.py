@@ -242,7 +242,7 @@ class Writer:
         with _wrapped(None, None, None, job.path):
             check_root(job.path, self._roots)
             reach("worker: lineage asked for")
-            return next_epoch_beside(job.path, store_at(job.path, self._files))
+            return next_epoch_beside(job.path, store_at(job.path, self._files, brief=True))
 
 
 def _write_sealed(

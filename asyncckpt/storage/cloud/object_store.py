@@ -62,6 +62,7 @@ class ObjectStore(Store):
         options: Options of obstore by name: `endpoint`, `region`, `access_key_id` and others of the store, and
             `CLIENT_OPTIONS`; for S3 also `profile`. Others come from the environment.
         client: A store of obstore to use instead, for tests.
+        brief: obstore retries for `retries.BRIEF_RETRY_FOR_S` instead.
 
     Raises:
         UnsupportedPathError: obstore is not installed; or an option is unknown, or has a value that it cannot have.
@@ -74,11 +75,13 @@ class ObjectStore(Store):
     _used_in_pid: ClassVar[int] = 0
     """Process in which the first request to any store began; 0: none has."""
 
-    def __init__(self, root: str, options: Mapping[str, str] | None = None, *, client: Any = None) -> None:
+    def __init__(
+        self, root: str, options: Mapping[str, str] | None = None, *, client: Any = None, brief: bool = False
+    ) -> None:
         self.root = root
         self.links_may_end_late = not root.startswith(_AZURE)
         self._options = dict(options or {})
-        self._store, self._profile = (client, None) if client is not None else _opened(root, self._options)
+        self._store, self._profile = (client, None) if client is not None else _opened(root, self._options, brief)
         self._secrets = aws.Secrets(self._options, self._profile)
 
     def __repr__(self) -> str:
@@ -494,7 +497,7 @@ def _renamed(entry: Entry, name: str) -> Entry:
     return Entry(name, entry.kind, entry.nbytes, entry.mtime_ns, entry.version)
 
 
-def _opened(root: str, options: Mapping[str, str]) -> tuple[Any, aws.ProfileCredentials | None]:
+def _opened(root: str, options: Mapping[str, str], brief: bool) -> tuple[Any, aws.ProfileCredentials | None]:
     """Return obstore's store, and where its credentials come from if that is a profile."""
     try:
         from obstore.store import from_url
@@ -507,11 +510,11 @@ def _opened(root: str, options: Mapping[str, str]) -> tuple[Any, aws.ProfileCred
     try:
         _check_endpoints(root, options)
         if not root.startswith(_AWS):
-            return _from_url(from_url, root, options), None
+            return _from_url(from_url, root, options, brief), None
         profile = aws.profile_credentials(options)
         others = {name: value for name, value in options.items() if not aws.is_profile(name)}
         provider = {} if profile is None else {"credential_provider": profile}
-        return _from_url(from_url, root, others, **provider), profile
+        return _from_url(from_url, root, others, brief, **provider), profile
     except (BaseError, ValueError, TypeError) as error:
         text = message_of(error, aws.Secrets(options))  # obstore quotes what it cannot parse
         raise UnsupportedPathError(f"{root}: the store cannot be opened: {text}", path=root) from None
@@ -536,7 +539,8 @@ CLIENT_OPTIONS = (
 """Options of the connections, which obstore takes apart from those of the store."""
 
 
-def _from_url(from_url: Any, root: str, options: Mapping[str, str], **more: Any) -> Any:
+def _from_url(from_url: Any, root: str, options: Mapping[str, str], brief: bool, **more: Any) -> Any:
+    retry_for_s = retries.BRIEF_RETRY_FOR_S if brief else retries.RETRY_FOR_S
     client = {name: value for name, value in options.items() if name in CLIENT_OPTIONS}
     return from_url(
         root,
@@ -544,10 +548,10 @@ def _from_url(from_url: Any, root: str, options: Mapping[str, str], **more: Any)
         client_options={"timeout": f"{REQUEST_TIMEOUT_S:g}s", "allow_http": _allows_http(options), **client},
         retry_config={
             "max_retries": retries.MAX_RETRIES,
-            "retry_timeout": timedelta(seconds=retries.RETRY_FOR_S),
+            "retry_timeout": timedelta(seconds=retry_for_s),
             "backoff": {
                 "init_backoff": timedelta(seconds=retries.FIRST_PAUSE_S),
-                "max_backoff": timedelta(seconds=retries.LAST_PAUSE_S),
+                "max_backoff": timedelta(seconds=min(retries.LAST_PAUSE_S, retry_for_s * retries.PAUSE_SHARE)),
             },
         },
         **more,
