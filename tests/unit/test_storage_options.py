@@ -92,7 +92,7 @@ def test_only_so_many_stores_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locate, "MAX_STORES", 2)
     for bucket in ("aaa", "bbb", "ccc"):
         store_at(f"s3://{bucket}/x")
-    assert [root for root, _ in locate._stores] == ["s3://bbb", "s3://ccc"]
+    assert [root for root, *_ in locate._stores] == ["s3://bbb", "s3://ccc"]
 
 
 @pytest.mark.parametrize(
