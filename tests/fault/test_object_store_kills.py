@@ -129,7 +129,7 @@ def test_kills_at_random_instants_of_uploads_leave_old_or_new(
     listed = watcher(store, root)
     try:
         launcher.start_worker(endpoint)
-        with AsyncCheckpointer(endpoint=endpoint, files_per_rank=3) as checkpointer:
+        with AsyncCheckpointer(endpoint=endpoint, files_per_rank=3, worker_timeout_s=DEADLINE_S) as checkpointer:
             for number in range(KILLS[scheme]):
                 earlier = without_manifest(store, root)
                 handle = checkpointer.save(state_of(number), f"{root}/{number}", step=number)
@@ -151,7 +151,7 @@ def test_kills_at_random_instants_of_uploads_leave_old_or_new(
 
 def train(rank: int, endpoint: str, place: str, mirror: str, first: int) -> None:
     """Save `SAVES` steps, two at a time, and wait for the end. Says which are staged and which are written."""
-    with AsyncCheckpointer(endpoint=endpoint, files_per_rank=3) as checkpointer:
+    with AsyncCheckpointer(endpoint=endpoint, files_per_rank=3, worker_timeout_s=DEADLINE_S) as checkpointer:
         before = None
         for step in range(first, first + SAVES):
             options = {"mirror": f"{mirror}/{step}"} if mirror else {}
