@@ -282,7 +282,6 @@ class RankWriter:
                 WrittenShard(
                     shard.path,
                     shard.nbytes,
-                    shard.block_nbytes,
                     origin,
                     durable,
                     version,

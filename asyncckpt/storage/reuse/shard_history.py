@@ -29,18 +29,17 @@ class WrittenShard(NamedTuple):
 
     Attributes:
         path: Its path.
-        nbytes, block_nbytes: Its length, and how many bytes of it have one checksum.
+        nbytes: Its length.
         origin: The save whose ID is in the file: that which wrote it.
         is_durable: Whether it was flushed.
         version: `Store.link_version(path)` after it was closed.
-        digests: The checksums of its blocks, one after the other.
+        digests: The checksums of its blocks of `BLOCK_NBYTES`, one after the other.
         prints: `ShardWriter.prints`, `PRINT_NBYTES` for each `BLOCK_NBYTES`; the first is without the save ID.
         n_links: How many saves have linked the file since it was written, one after the other.
     """
 
     path: str
     nbytes: int
-    block_nbytes: int
     origin: SaveId
     is_durable: bool
     version: str

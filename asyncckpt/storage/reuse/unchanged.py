@@ -93,11 +93,9 @@ class UnchangedShards:
         return {number for number, is_linked in zip(unchanged, linked, strict=True) if is_linked}
 
     def _sources_of(self, number: int) -> list[WrittenShard]:
-        """Return the files that may equal the shard: of its length and blocks, and with its first fingerprint."""
+        """Return the files that may equal the shard: of its length, and with its first fingerprint."""
         shard = self._shards[number]
-        # An index has one size of blocks for all of its shards.
-        size = shard.nbytes, shard.block_nbytes
-        alike = [one for one in self._written if (one.nbytes, one.block_nbytes) == size]
+        alike = [one for one in self._written if one.nbytes == shard.nbytes]
         if not alike:
             return []
         first = shard.block_print(0)
