@@ -57,7 +57,8 @@ def train(directory: str, seconds: int) -> Row:
                         save_s = time.perf_counter() - at
                         costs[way].append((save_s, save_s + steps(STEPS) - quiet_s))
                         handle.written.result(SAVE_S)
-                    handles.append(handle)
+                        if way == "mirror":
+                            handles.append(handle)
                     time.sleep(max(0.0, min(next_at, began + seconds) - time.monotonic()))
                 early = sum(one.mirrored.done() for one in handles if one.mirrored is not None)
                 mirror.unlink()
