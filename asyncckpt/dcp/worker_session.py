@@ -147,15 +147,15 @@ class DcpRun(Run):
 
 
 class _SessionWorker(WorkerAccess):
-    """Access to the worker through `process`, which is set after this is created."""
+    """Access to the worker through `client`, which is set after this is created."""
 
-    process: WorkerClient
+    client: WorkerClient
 
     def instance(self) -> str:
-        return self.process.connect().worker.instance
+        return self.client.connect().worker.instance
 
     def call(self, build: Build, timeout_s: float) -> messages.Message:
-        return self.process.call(build, timeout_s)
+        return self.client.call(build, timeout_s)
 
 
 class WorkerSession:
@@ -296,16 +296,16 @@ class WorkerSession:
         worker = _SessionWorker()
         self._run = DcpRun(rank, WorkerLinks(rank, worker, config.worker_timeout_s))
         self._linked, self._told, self._saves = (), b"", 0
-        worker.process = self._client = WorkerClient(
+        worker.client = self._client = WorkerClient(
             config, self._run, endpoint=self.endpoint, named=self._named, package=__version__
         )
         return self._client
 
     def withdraw(self, save_id: SaveId, reason: str) -> None:
         """End a save on all ranks, unless this rank has sealed its slot. Does not wait."""
-        process = None if self.is_inherited else self._client
-        if process is not None and save_id.sequence not in process.handled:
-            process.withdraw(save_id, reason)
+        client = None if self.is_inherited else self._client
+        if client is not None and save_id.sequence not in client.handled:
+            client.withdraw(save_id, reason)
 
     def await_end(self, save_id: SaveId, timeout_s: float) -> None:
         """Wait until the worker has reported the end of a save; at most `timeout_s`."""

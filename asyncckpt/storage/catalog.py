@@ -81,7 +81,7 @@ MIRROR_LOOK_S = 120.0
 answer fails by itself after one to two minutes.
 """
 
-_Found = TypeVar("_Found")
+_Listing = TypeVar("_Listing")
 
 _log = logging.getLogger("asyncckpt")
 
@@ -507,7 +507,9 @@ def latest_checkpoint(
     return best[0] if best else None
 
 
-def look_at_mirror(look: Callable[[], _Found], nothing: _Found, *, root: str, mirror: str, has_local: bool) -> _Found:
+def look_at_mirror(
+    look: Callable[[], _Listing], nothing: _Listing, *, root: str, mirror: str, has_local: bool
+) -> _Listing:
     """Return what `look` finds in a mirror; `nothing` if it cannot be listed and the root has checkpoints.
 
     Args:
@@ -523,7 +525,7 @@ def look_at_mirror(look: Callable[[], _Found], nothing: _Found, *, root: str, mi
     """
     if not has_local:
         return look()
-    found: Future[_Found] = Future()
+    found: Future[_Listing] = Future()
     context = contextvars.copy_context()  # it has the storage options of this call
 
     def run() -> None:
@@ -533,7 +535,10 @@ def look_at_mirror(look: Callable[[], _Found], nothing: _Found, *, root: str, mi
             found.set_exception(error)
 
     # IMPORTANT: in a thread: a mount that hangs cannot be interrupted.
-    BackgroundThread(run, "asyncckpt-mirror").start()
+    try:
+        BackgroundThread(run, "asyncckpt-mirror").start()
+    except RuntimeError:  # the limit of threads is reached
+        run()
     try:
         if not wait([found], MIRROR_LOOK_S).done:
             raise TimeoutError(errno.ETIMEDOUT, f"it has not answered for {MIRROR_LOOK_S:g} s")

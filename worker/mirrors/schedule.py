@@ -33,8 +33,8 @@ LAST_PAUSE_S = 60.0
 """Pause before a copy is tried again: doubled with every try. Chosen, not measured."""
 
 MAX_BLOCKING_TRIES = 5
-"""Attempts during which newer copies to the same directory wait for this one. After that they proceed while it pauses.
-Chosen.
+"""Attempts during which newer copies to the same mirror root wait for this one. After that they proceed while it
+pauses. Chosen.
 """
 
 CHECK_EVERY_S = 1.0
@@ -80,7 +80,7 @@ class MirrorCopy:
         error: Why the last try has failed.
         failed_at: When the last try has failed.
         is_suspect: It has failed since another copy to the same mirror root last succeeded.
-        n_outlived: After how many successes of others, each after another failure of it, it was still not done.
+        n_outlived: How often another copy to the same mirror root has succeeded while this one's last try had failed.
         report: Figures of the try that has succeeded.
         asked_at: When a trainer last asked for it.
         storage: Options of object stores, of the session that saved it or that asks.
@@ -125,9 +125,10 @@ class MirrorCopy:
 
     def pause_s(self) -> float:
         """Return how long to wait for the next try."""
-        return (
-            min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** max(0, min(self.tries - 1, 10))) if self.is_ours else CHECK_EVERY_S
-        )
+        if not self.is_ours:
+            return CHECK_EVERY_S
+        doublings = max(0, min(self.tries - 1, 10))  # none: the check that has ended was begun before `take_over`
+        return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0**doublings)
 
 
 class MirrorRegistry:
@@ -145,7 +146,7 @@ class MirrorRegistry:
         self._scans: OrderedDict[str, bool] = OrderedDict()
         """Root -> whether its scan has ended; the latest `MAX_SCANS`."""
 
-        self._left: dict[str, Mapping[str, str]] = {}
+        self._left_out: dict[str, Mapping[str, str]] = {}
         """Root with checkpoints above `MAX_COPIES` -> options of its object store. It is scanned again when there is
         room."""
 
@@ -153,7 +154,7 @@ class MirrorRegistry:
     def is_behind(self) -> bool:
         """Whether a copy of this worker's is not done, or it is not known yet which are not."""
         is_copying = any(copy.is_ours for copy in self._open.values())
-        return is_copying or bool(self._left) or not all(self._scans.values())
+        return is_copying or bool(self._left_out) or not all(self._scans.values())
 
     # ---- what there is to copy
 
@@ -229,15 +230,15 @@ class MirrorRegistry:
         self._begin()
 
     def _add(self, copy: MirrorCopy) -> None:
-        if len(self._open) < MAX_COPIES and not (copy.is_ours and copy.root in self._left):
+        if len(self._open) < MAX_COPIES and not (copy.is_ours and copy.root in self._left_out):
             self._open[copy.save_id] = copy
         elif copy.is_ours:
-            if copy.root not in self._left:
+            if copy.root not in self._left_out:
                 text = (
                     f"{MAX_COPIES} checkpoints wait for their mirrors: {copy.path} and later ones are looked for again"
                 )
                 self._t.log("warning", f"{text} when half of them are copied", save_id=copy.save_id)
-            self._left[copy.root] = copy.storage
+            self._left_out[copy.root] = copy.storage
 
     # ---- which one is next
 
@@ -245,9 +246,9 @@ class MirrorRegistry:
         """Start the copies and checks that are due. `failed`: a copy that has just failed."""
         for copy in [one for one in self._open.values() if one.is_forgotten(self._t.now)]:
             del self._open[copy.save_id]
-        if self._left and len(self._open) <= MAX_COPIES // 2:
-            left, self._left = self._left, {}
-            for root, storage in left.items():
+        if self._left_out and len(self._open) <= MAX_COPIES // 2:
+            left_out, self._left_out = self._left_out, {}
+            for root, storage in left_out.items():
                 self._scans.pop(root, None)
                 self.scan(root, storage)
         by_mirror_root: dict[str, list[MirrorCopy]] = {}
